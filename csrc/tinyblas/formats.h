@@ -1,0 +1,72 @@
+// Weight types and their block geometry. Ids are the GGML type ids, so that a GGUF file, the `gguf` package and the
+// op's `weight_type` argument share one vocabulary.
+#pragma once
+
+#include <cstdint>
+
+namespace ktlinear::tinyblas {
+
+enum class Type : int32_t {
+  F32 = 0,
+  F16 = 1,
+  Q4_0 = 2,
+  Q4_1 = 3,
+  Q8_0 = 8,
+  BF16 = 30,
+};
+
+// On-disk blocks. All little-endian, no padding; `d` and `m` are IEEE fp16 bits. 1- or 2-byte aligned in a file, so the
+// kernels never dereference these through a cast pointer: they memcpy or load unaligned.
+struct BlockQ4_0 {
+  uint16_t d;
+  uint8_t qs[16];  // low nibble of qs[j] = element j, high nibble = element j + 16; w = d * (q - 8)
+};
+struct BlockQ4_1 {
+  uint16_t d, m;
+  uint8_t qs[16];  // as Q4_0; w = d * q + m
+};
+struct BlockQ8_0 {
+  uint16_t d;
+  int8_t qs[32];  // w = d * q
+};
+static_assert(sizeof(BlockQ4_0) == 18 && sizeof(BlockQ4_1) == 20 && sizeof(BlockQ8_0) == 34);
+
+// One row of the table of formats. Floats have block = 1.
+//   packed_k, packed_bytes: one record of the packed layout holds packed_k elements of 16 rows (see README.md).
+struct FormatInfo {
+  Type type;
+  const char* name;
+  int block;         // elements per GGUF block
+  int block_bytes;   // bytes per GGUF block
+  int packed_k;      // elements of K per packed record; 0: cannot be packed
+  int packed_bytes;  // bytes per packed record of 16 rows
+};
+
+inline constexpr int kPanelRows = 16;
+
+inline constexpr FormatInfo kFormats[] = {
+    {Type::F32, "F32", 1, 4, 0, 0},
+    {Type::F16, "F16", 1, 2, 0, 0},
+    {Type::BF16, "BF16", 1, 2, 0, 0},
+    {Type::Q4_0, "Q4_0", 32, sizeof(BlockQ4_0), 64, 576},
+    {Type::Q4_1, "Q4_1", 32, sizeof(BlockQ4_1), 64, 640},
+    {Type::Q8_0, "Q8_0", 32, sizeof(BlockQ8_0), 64, 1088},
+};
+
+// nullptr if the id is not in the table.
+constexpr const FormatInfo* find_format(int64_t id) {
+  for (const FormatInfo& f : kFormats)
+    if (static_cast<int64_t>(f.type) == id) return &f;
+  return nullptr;
+}
+constexpr bool is_float(Type t) { return t == Type::F32 || t == Type::F16 || t == Type::BF16; }
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Bytes of one GGUF row of k elements (k a multiple of the block).
+constexpr int64_t row_bytes(const FormatInfo& f, int64_t k) { return k / f.block * f.block_bytes; }
+// Bytes of one packed panel of 16 rows. K is padded with zero blocks to a whole record.
+constexpr int64_t panel_bytes(const FormatInfo& f, int64_t k) { return ceil_div(k, f.packed_k) * f.packed_bytes; }
+constexpr int64_t panel_count(int64_t n) { return ceil_div(n, kPanelRows); }
+
+}  // namespace ktlinear::tinyblas

@@ -1,0 +1,63 @@
+// Compile-time dispatch: the one place that tests __AVX512F__ and its kin.
+//
+// A single-tier build (KTLINEAR_ISA=native or one tier's name) compiles this header with that tier's flags and gets exactly one
+// tier, the best that the flags allow. An `all` build defines KT_ALL_TIERS and lists every tier of the architecture, best
+// first; the best one that the CPU has is chosen once at load (csrc/ops/dispatch.cpp).
+#pragma once
+
+#include "tinyblas.h"
+
+#define KT_DECLARE_TIER(name)          \
+  namespace ktlinear::tinyblas::name { \
+  extern const Kernels sgemm, mixmul;  \
+  extern const Codec codec;            \
+  extern const Limits limits;          \
+  }
+#define KT_TIER_ROW(name) \
+  { #name, &name::sgemm, &name::mixmul, &name::codec, &name::limits }
+
+KT_DECLARE_TIER(unsupported)
+#if defined(__x86_64__) || defined(_M_X64)
+KT_DECLARE_TIER(amd_avx)
+KT_DECLARE_TIER(amd_fma)
+KT_DECLARE_TIER(amd_avx2)
+KT_DECLARE_TIER(amd_avxvnni)
+KT_DECLARE_TIER(amd_avx512f)
+KT_DECLARE_TIER(amd_avx512vnni)
+KT_DECLARE_TIER(amd_zen4)
+#endif
+
+namespace ktlinear::tinyblas {
+
+// Rows of the table of tiers, best first.
+#if defined(KT_ALL_TIERS)
+#if defined(__x86_64__) || defined(_M_X64)
+#define KT_TIERS                                                                                                    \
+  KT_TIER_ROW(amd_zen4), KT_TIER_ROW(amd_avx512vnni), KT_TIER_ROW(amd_avx512f), KT_TIER_ROW(amd_avxvnni),           \
+      KT_TIER_ROW(amd_avx2), KT_TIER_ROW(amd_fma), KT_TIER_ROW(amd_avx), KT_TIER_ROW(unsupported)
+#else
+#define KT_TIERS KT_TIER_ROW(unsupported)
+#endif
+#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+#define KT_TIERS KT_TIER_ROW(amd_zen4)
+#elif defined(__AVX512VNNI__)
+#define KT_TIERS KT_TIER_ROW(amd_avx512vnni)
+#else
+#define KT_TIERS KT_TIER_ROW(amd_avx512f)
+#endif
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#if defined(__AVXVNNI__)
+#define KT_TIERS KT_TIER_ROW(amd_avxvnni)
+#else
+#define KT_TIERS KT_TIER_ROW(amd_avx2)
+#endif
+#elif defined(__AVX__) && defined(__FMA__) && defined(__F16C__)
+#define KT_TIERS KT_TIER_ROW(amd_fma)
+#elif defined(__AVX__)
+#define KT_TIERS KT_TIER_ROW(amd_avx)
+#else
+#define KT_TIERS KT_TIER_ROW(unsupported)
+#endif
+
+}  // namespace ktlinear::tinyblas
