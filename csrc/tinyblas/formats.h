@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+// The functions here are `static`: each translation unit keeps its own copy, so the linker can never hand one that was compiled
+// with AVX-512 to code that runs on an older CPU.
 namespace ktlinear::tinyblas {
 
 enum class Type : int32_t {
@@ -54,19 +56,19 @@ inline constexpr FormatInfo kFormats[] = {
 };
 
 // nullptr if the id is not in the table.
-constexpr const FormatInfo* find_format(int64_t id) {
+static inline constexpr const FormatInfo* find_format(int64_t id) {
   for (const FormatInfo& f : kFormats)
     if (static_cast<int64_t>(f.type) == id) return &f;
   return nullptr;
 }
-constexpr bool is_float(Type t) { return t == Type::F32 || t == Type::F16 || t == Type::BF16; }
+static inline constexpr bool is_float(Type t) { return t == Type::F32 || t == Type::F16 || t == Type::BF16; }
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Bytes of one GGUF row of k elements (k a multiple of the block).
-constexpr int64_t row_bytes(const FormatInfo& f, int64_t k) { return k / f.block * f.block_bytes; }
+static inline constexpr int64_t row_bytes(const FormatInfo& f, int64_t k) { return k / f.block * f.block_bytes; }
 // Bytes of one packed panel of 16 rows. K is padded with zero blocks to a whole record.
-constexpr int64_t panel_bytes(const FormatInfo& f, int64_t k) { return ceil_div(k, f.packed_k) * f.packed_bytes; }
-constexpr int64_t panel_count(int64_t n) { return ceil_div(n, kPanelRows); }
+static inline constexpr int64_t panel_bytes(const FormatInfo& f, int64_t k) { return ceil_div(k, f.packed_k) * f.packed_bytes; }
+static inline constexpr int64_t panel_count(int64_t n) { return ceil_div(n, kPanelRows); }
 
 }  // namespace ktlinear::tinyblas

@@ -1,0 +1,65 @@
+// Q8_0. Packed record, two groups (64 elements) of 16 rows, 1088 bytes (see nibbles.h for what a decoder is):
+//   | group 0: 8 steps x [16 rows][4 bytes] | group 1 | 2 x 16 fp16 d |
+// Codes are stored as q + 128, unsigned as the dot-product instructions want them. A foreign file may hold q = -128.
+#pragma once
+
+#include "../epilogue.h"
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+struct Q8_0 {
+  static constexpr bool kHasMinimum = false;
+  static constexpr int kOffset = 128, kMaxCode = 255, kGroups = 2;
+  static constexpr int kScales = 1024, kRecordBytes = 1088, kBlockBytes = sizeof(BlockQ8_0);
+
+  template <int S>
+  KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
+    return load_i(record + group * 512 + S * 64 + v * kLanes * 4);
+  }
+  KT_INLINE static F32 scale(const uint8_t* record, int group, int v) {
+    return load_f16(reinterpret_cast<const uint16_t*>(record + kScales + group * 32) + v * kLanes);
+  }
+  KT_INLINE static F32 minimum(const uint8_t*, int, int) { return zero(); }
+
+  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int group, int row) {
+    KT_UNROLL for (int s = 0; s < 8; s++) {
+      const uint32_t word = load_as<uint32_t>(block + 2 + s * 4) ^ 0x80808080u;
+      std::memcpy(record + group * 512 + s * 64 + row * 4, &word, 4);
+    }
+    std::memcpy(record + kScales + group * 32 + row * 2, block, 2);
+  }
+  KT_INLINE static void unpack_block(const uint8_t* record, int group, int row, uint8_t* block) {
+    KT_UNROLL for (int s = 0; s < 8; s++) {
+      const uint32_t word = load_as<uint32_t>(record + group * 512 + s * 64 + row * 4) ^ 0x80808080u;
+      std::memcpy(block + 2 + s * 4, &word, 4);
+    }
+    std::memcpy(block, record + kScales + group * 32 + row * 2, 2);
+  }
+
+  static void dequantize(const uint8_t* p, float* out) {
+    BlockQ8_0 b;
+    std::memcpy(&b, p, sizeof b);
+    const float d = half_to_float(b.d);
+    for (int i = 0; i < 32; i++) out[i] = static_cast<float>(b.qs[i]) * d;
+  }
+  // d = amax / 127, q = x / d rounded half away from zero, with the fp32 inverse of the fp32 d.
+  static void quantize(const float* x, uint8_t* p) {
+    BlockQ8_0 b{};
+    float amax = 0;
+    for (int i = 0; i < 32; i++) {
+      const float a = __builtin_fabsf(x[i]);
+      amax = a > amax ? a : amax;
+    }
+    const float d = amax / 127.f, inverse = d != 0 ? 1.f / d : 0.f;
+    b.d = float_to_half(d);
+    for (int i = 0; i < 32; i++) {
+      const float v = x[i] * inverse, a = __builtin_fabsf(v);
+      const int whole = static_cast<int>(a);
+      const int q = whole + static_cast<int>(2.f * (a - static_cast<float>(whole)));  // a < 128
+      b.qs[i] = static_cast<int8_t>(v < 0 ? -q : q);
+    }
+    std::memcpy(p, &b, sizeof b);
+  }
+};
+
+}  // namespace ktlinear::tinyblas::KT_TIER

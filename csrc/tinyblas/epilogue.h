@@ -1,0 +1,35 @@
+// The one place where sums become outputs: bias added once in fp32, one rounding to the output type.
+#pragma once
+
+#include "scalar.h"
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+KT_INLINE F32 load_float(const void* p, Type t, int64_t i) {
+  if (t == Type::F32) return load(static_cast<const float*>(p) + i);
+  const uint16_t* h = static_cast<const uint16_t*>(p) + i;
+  return t == Type::F16 ? load_f16(h) : load_bf16(h);
+}
+KT_INLINE void store_float(void* p, Type t, int64_t i, F32 v) {
+  if (t == Type::F32) return store(static_cast<float*>(p) + i, v);
+  uint16_t* h = static_cast<uint16_t*>(p) + i;
+  t == Type::F16 ? store_f16(h, v) : store_bf16(h, v);
+}
+
+// y[row][col .. col + count) = c[0 .. count) + bias
+KT_INLINE void store_outputs(const Problem& p, int64_t row, int64_t col, const float* c, int64_t count) {
+  const int64_t y = row * p.ldy + col;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    F32 v = load(c + i);
+    if (p.bias) v = add(v, load_float(p.bias, p.bias_type, col + i));
+    store_float(p.y, p.y_type, y + i, v);
+  }
+  for (; i < count; i++) {
+    float v = c[i];
+    if (p.bias) v += load_element(p.bias, p.bias_type, col + i);
+    store_element(p.y, p.y_type, y + i, v);
+  }
+}
+
+}  // namespace ktlinear::tinyblas::KT_TIER

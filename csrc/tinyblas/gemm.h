@@ -1,0 +1,98 @@
+// The GEMM driver, one for all: x packed by tiles of rows, W turned slice by slice of K into panels, by a Kernel that knows how.
+//
+//   panel      the Kernel's own layout, kWidth rows of W by kc of K      (L1)
+//   C          for each panel of the block, each tile: [tile rows][kWidth] fp32   (L2; the sums of earlier K slices)
+//
+// Loops: block of panels -> K slice -> panel -> tile. A slice of x is reused by all panels of the block while it is in L2, and
+// a panel by all tiles while it is in L1. Every sum runs over K in order, slice by slice: its bits depend on nothing but kc.
+//
+// Kernel:  kWidth, kTileRows; panel_bytes(kc)
+//          void fill(int64_t n, int64_t k, int64_t kc, void* panel)             W[n..n+kWidth)[k..k+kc) -> panel
+//          void tile(const Tile&)                                               C[rows][kWidth] (+)= x tile * panel
+//          NextSlice next(int64_t n, int64_t k, int64_t kc)                     what the tiles fetch into L2 meanwhile
+#pragma once
+
+#include "blocking.h"
+#include "epilogue.h"
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+// Bytes that the tiles of one panel fetch ahead: `count` streams of `bytes` each, `stride` apart.
+struct NextSlice {
+  const char* p;
+  int64_t stride, bytes;
+  int count;
+};
+
+struct Tile {
+  int rows;            // of x, 1..kTileRows
+  int64_t columns;     // of W, 1..kWidth
+  int64_t row, k, kc;  // first row of x, K slice
+  int64_t index;       // of the tile
+  const void* x;       // all of the packed x
+  const void* panel;
+  float* c;
+  bool accumulate;
+  const char* fetch;   // this tile's share of the next slice, `fetch_step` bytes per 32 of K
+  int fetch_step;
+};
+
+// M is split evenly: 9 rows at MR = 8 are 5 + 4, not 8 + 1.
+KT_INLINE int64_t tile_begin(int64_t m, int64_t tiles, int64_t t) { return m * t / tiles; }
+
+template <class Kernel>
+KT_INLINE void plan_gemm(Plan& plan, const Problem& p, int threads, int64_t kc, int block_panels) {
+  plan.kc = static_cast<int>(min_of(kc, p.k));
+  plan.tiles = static_cast<int>(ceil_div(p.m, Kernel::kTileRows));
+  const int64_t panels = ceil_div(p.n, Kernel::kWidth);
+  // At least four blocks a thread; where N is too small for two, M is split as well.
+  plan.block_panels = static_cast<int>(min_of<int64_t>(block_panels, ceil_div(panels, 4 * threads)));
+  const int64_t blocks = ceil_div(panels, plan.block_panels);
+  const int64_t wanted = 2 * threads;
+  plan.m_splits = static_cast<int>(blocks >= wanted ? 1 : min_of<int64_t>(ceil_div(wanted, blocks), plan.tiles));
+  plan.scratch_bytes = Kernel::panel_bytes(plan.kc) +
+                       int64_t{plan.block_panels} * plan.tiles * Kernel::kTileRows * Kernel::kWidth * 4;
+  plan.prepare_units = plan.tiles;
+  plan.compute_units = blocks * plan.m_splits;
+  plan.dynamic = true;
+}
+
+template <class Kernel>
+KT_INLINE void gemm(const Problem& p, const Plan& plan, const Kernel& kernel, const void* x, void* scratch, int64_t begin,
+                    int64_t end) {
+  char* panel = static_cast<char*>(scratch);
+  float* c = reinterpret_cast<float*>(panel + Kernel::panel_bytes(plan.kc));
+  const int64_t panels = ceil_div(p.n, Kernel::kWidth);
+  for (int64_t unit = begin; unit < end; unit++) {
+    const int64_t block = unit / plan.m_splits, split = unit % plan.m_splits;
+    const int64_t p0 = block * plan.block_panels, p1 = min_of<int64_t>(panels, p0 + plan.block_panels);
+    const int64_t t0 = tile_begin(plan.tiles, plan.m_splits, split), t1 = tile_begin(plan.tiles, plan.m_splits, split + 1);
+    for (int64_t k = 0; k < p.k; k += plan.kc) {
+      const int64_t kc = min_of<int64_t>(plan.kc, p.k - k);
+      const bool last = k + kc == p.k;
+      for (int64_t j = p0; j < p1; j++) {
+        const int64_t n = j * Kernel::kWidth, columns = min_of<int64_t>(Kernel::kWidth, p.n - n);
+        kernel.fill(n, k, kc, panel);
+        const NextSlice next = j + 1 < p1 ? kernel.next(n + Kernel::kWidth, k, kc)
+                               : !last    ? kernel.next(p0 * Kernel::kWidth, k + kc, min_of<int64_t>(plan.kc, p.k - k - kc))
+                                          : kernel.next(p1 * Kernel::kWidth, 0, plan.kc);
+        // Streams are cut into as many pieces as it takes for every tile to have one.
+        const int64_t tiles = t1 - t0, pieces = next.count >= tiles ? 1 : ceil_div(tiles, next.count);
+        const int64_t piece = ceil_div(ceil_div(next.bytes, pieces), 64) * 64;
+        for (int64_t t = t0; t < t1; t++) {
+          const int64_t row = tile_begin(p.m, plan.tiles, t), rows = tile_begin(p.m, plan.tiles, t + 1) - row;
+          const int64_t i = t - t0, stream = i / pieces, offset = i % pieces * piece;
+          const bool fetch = stream < next.count && offset < next.bytes;
+          float* tile = c + ((j - p0) * tiles + i) * Kernel::kTileRows * Kernel::kWidth;
+          kernel.tile(Tile{static_cast<int>(rows), columns, row, k, kc, t, x, panel, tile, k > 0,
+                           fetch ? next.p + stream * next.stride + offset : panel,
+                           fetch ? static_cast<int>(ceil_div(piece * 32, kc)) : 0});
+          if (last)
+            for (int r = 0; r < rows; r++) store_outputs(p, row + r, n, tile + r * Kernel::kWidth, columns);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace ktlinear::tinyblas::KT_TIER

@@ -1,0 +1,44 @@
+// What this tier's instructions can do at most, for the roofline of the benchmarks.
+#pragma once
+
+#include "epilogue.h"
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+inline constexpr int kChains = kLanes == 16 ? 24 : 12;  // enough to hide four to five cycles of latency on two ports
+
+static int64_t limit_fma(int64_t iterations) {
+  F32 acc[kChains];
+  KT_UNROLL for (int i = 0; i < kChains; i++) acc[i] = set1(1.f);
+  F32 a = set1(0.999f), b = set1(0.001f);
+  for (int64_t n = 0; n < iterations; n++) {
+    asm volatile("" : "+m"(iterations));  // the loop is not to be folded
+    KT_UNROLL for (int i = 0; i < kChains; i++) acc[i] = fma(acc[i], a, b);
+  }
+  F32 total = zero();
+  KT_UNROLL for (int i = 0; i < kChains; i++) total = add(total, acc[i]);
+  volatile float sink = sum(total);
+  (void)sink;
+  return iterations * kChains * kLanes * 2;
+}
+static int64_t limit_dot(int64_t iterations) {
+#ifdef KT_HAS_DOT
+  return dot_peak<kChains>(iterations);
+#else
+  return 0 * iterations;
+#endif
+}
+static int64_t limit_read(const void* p, int64_t bytes) {
+  const char* c = static_cast<const char*>(p);
+  I32 acc[4] = {splat_i32(0), splat_i32(0), splat_i32(0), splat_i32(0)};
+  for (int64_t i = 0; i + 256 <= bytes; i += 256) {  // four cache lines, fetched 4 KiB ahead
+    KT_UNROLL for (int j = 0; j < 256; j += 64) prefetch_l1(c + i + j + 4096);
+    KT_UNROLL for (int j = 0; j < 256; j += kLanes * 4) acc[j / (kLanes * 4) % 4] = bxor(acc[j / (kLanes * 4) % 4], load_i(c + i + j));
+  }
+  return load_as<int32_t>(&(acc[0] = bxor(bxor(acc[0], acc[1]), bxor(acc[2], acc[3]))));
+}
+
+extern const Limits limits;
+constinit const Limits limits{limit_fma, limit_dot, limit_read};
+
+}  // namespace ktlinear::tinyblas::KT_TIER

@@ -1,0 +1,127 @@
+// Quantized weights, packed or as plain GGUF rows. Plain rows are packed slice by slice into scratch and then take the same way, so
+// both give the same bits.
+//
+//   exact    W decoded to fp32 panels, x as it is: the fp32 GEMM. The only way on tiers without a fast integer product.
+//   direct   small M: x quantized per 32, W decoded in registers (direct.h)
+//   int8     large M: x quantized per 32, W decoded to int8 panels (gemm_int8.h)
+#pragma once
+
+#include "formats_list.h"
+#include "gemm_f32.h"
+#include "pack.h"
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+enum Path { kExact, kDirect, kInt8 };
+
+// Records of 16 rows of W from row n on, for K in [k, k + kc): where they lie in a packed matrix, or packed into `scratch` first.
+template <class D>
+struct Records {
+  static constexpr int kK = D::kGroups * 32;
+  const Problem& p;
+  int64_t panel_stride() const { return ceil_div(p.k, kK) * D::kRecordBytes; }
+  const uint8_t* packed(int64_t n, int64_t k) const {
+    return static_cast<const uint8_t*>(p.w) + n / kPanelRows * panel_stride() + k / kK * D::kRecordBytes;
+  }
+  const uint8_t* get(int64_t n, int64_t k, int64_t kc, uint8_t* scratch) const {
+    if (p.packed) return packed(n, k);
+    const int valid = static_cast<int>(min_of<int64_t>(kPanelRows, p.n - n));
+    pack_records<D>(static_cast<const uint8_t*>(p.w) + n * p.ldw, p.ldw, valid, p.k, k / kK, ceil_div(k + kc, kK), scratch);
+    return scratch;
+  }
+  NextSlice next(int64_t n, int64_t k, int64_t kc, int panels) const {
+    if (p.packed) return {reinterpret_cast<const char*>(packed(n, k)), panel_stride(), ceil_div(kc, kK) * D::kRecordBytes, panels};
+    return {static_cast<const char*>(p.w) + n * p.ldw + k / 32 * D::kBlockBytes, p.ldw, kc / 32 * D::kBlockBytes,
+            panels * kPanelRows};
+  }
+};
+
+// ---------------------------------------------------------------- exact
+
+inline constexpr int kExactKC = 256;  // a multiple of every format's record
+
+template <class D>
+struct DecodedRows {
+  Records<D> records;
+
+  // 64 bytes of a step are [16 rows][4 k]: byte j of each 32-bit lane is one k of all rows, ready to be converted.
+  void fill(int64_t n, int vectors, int64_t k, int64_t kc, float* panel) const {
+    alignas(64) uint8_t scratch[kExactKC / Records<D>::kK * D::kRecordBytes];
+    constexpr int per_panel = kPanelRows / kLanes;
+    for (int done = 0; done < vectors; done += per_panel, n += kPanelRows, panel += kPanelRows) {
+      const uint8_t* record = records.get(n, k, kc, scratch);
+      for (int64_t g = 0; g < kc / 32; g++) {
+        const uint8_t* rec = record + g / D::kGroups * D::kRecordBytes;
+        const int group = static_cast<int>(g % D::kGroups);
+        KT_UNROLL for (int v = 0; v < per_panel; v++) decode(rec, group, v, panel + g * 32 * kNR + v * kLanes);
+      }
+    }
+  }
+  NextSlice next(int64_t n, int64_t k, int64_t kc) const { return records.next(n, k, kc, kNR / kPanelRows > 0 ? kNR / kPanelRows : 1); }
+
+ private:
+  KT_INLINE static void decode(const uint8_t* record, int group, int v, float* out) {
+    const F32 scale = D::scale(record, group, v), minimum = D::minimum(record, group, v);
+    const F32 offset = set1(static_cast<float>(D::kOffset));
+    auto step = [&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
+      const I32 code = D::template code<S>(record, group, v);
+      auto one = [&](I32 byte_j, int j) KT_ALWAYS_INLINE_LAMBDA {
+        const F32 u = to_f32(byte_j);
+        const F32 w = D::kHasMinimum ? fma(u, scale, minimum) : mul(sub(u, offset), scale);
+        store(out + (S * 4 + j) * kNR, w);
+      };
+      one(byte<0>(code), 0), one(byte<1>(code), 1), one(byte<2>(code), 2), one(byte<3>(code), 3);
+    };
+    step.template operator()<0>(), step.template operator()<1>(), step.template operator()<2>(), step.template operator()<3>();
+    step.template operator()<4>(), step.template operator()<5>(), step.template operator()<6>(), step.template operator()<7>();
+  }
+};
+static_assert(kNR % kPanelRows == 0 || kPanelRows % kNR == 0);
+
+}  // namespace ktlinear::tinyblas::KT_TIER
+
+#ifdef KT_HAS_DOT  // simd/*_dot.h: the tier has an int8 product worth using
+#include "int8.h"
+#endif
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+// ---------------------------------------------------------------- the interface
+
+static Plan mixmul_plan(const Problem& p, int threads) {
+  Plan plan{};
+#ifdef KT_HAS_DOT
+  if (!p.exact) {
+    with_decoder(p.w_type, [&]<class D>() { plan_int8<D>(plan, p, threads); });
+    return plan;
+  }
+#endif
+  plan.path = kExact;
+  plan_gemm_f32<DecodedRows<Q8_0>>(plan, p, threads, kExactKC);
+  return plan;
+}
+static bool mixmul_prepare(const Problem& p, const Plan& plan, void* activations, int64_t begin, int64_t end) {
+#ifdef KT_HAS_DOT
+  if (plan.path != kExact)
+    return with_decoder(p.w_type, [&]<class D>() {
+      return quantize_x<D>(p, plan, static_cast<uint8_t*>(activations), begin, end);
+    });
+#endif
+  pack_x_f32(p, plan, static_cast<float*>(activations), begin, end);
+  return true;
+}
+static void mixmul_compute(const Problem& p, const Plan& plan, const void* activations, void* scratch, int64_t begin,
+                           int64_t end) {
+  with_decoder(p.w_type, [&]<class D>() {
+#ifdef KT_HAS_DOT
+    if (plan.path == kDirect) return direct<D>(p, plan, static_cast<const uint8_t*>(activations), scratch, begin, end);
+    if (plan.path == kInt8) return gemm(p, plan, KernelInt8<D>{p, plan, {p}}, activations, scratch, begin, end);
+#endif
+    gemm(p, plan, KernelF32<DecodedRows<D>>{plan, {{p}}, p.n}, activations, scratch, begin, end);
+  });
+}
+
+extern const Kernels mixmul;
+constinit const Kernels mixmul{mixmul_plan, mixmul_prepare, mixmul_compute};
+
+}  // namespace ktlinear::tinyblas::KT_TIER

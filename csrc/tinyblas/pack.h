@@ -1,0 +1,90 @@
+// GGUF rows <-> packed panels, and conversions of whole blocks: the tier's Codec.
+#pragma once
+
+#include "formats_list.h"
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+// Records [begin, end) of one panel from `valid` <= 16 rows; missing rows and the K padding of the last record become zero blocks.
+template <class D>
+KT_INLINE void pack_records(const uint8_t* rows, int64_t ldw, int valid, int64_t k, int64_t begin, int64_t end,
+                            uint8_t* out) {
+  constexpr int64_t block_bytes = D::kBlockBytes, blocks_per_record = D::kGroups;
+  const int64_t blocks = k / 32;
+  for (int64_t i = begin; i < end; i++, out += D::kRecordBytes) {
+    const int groups = static_cast<int>(min_of<int64_t>(blocks_per_record, blocks - i * blocks_per_record));
+    if (valid < kPanelRows || groups < blocks_per_record) {
+      const uint8_t nothing[D::kBlockBytes] = {};
+      for (int g = 0; g < blocks_per_record; g++)
+        for (int r = 0; r < kPanelRows; r++) D::pack_block(nothing, out, g, r);
+    }
+    for (int r = 0; r < valid; r++) {
+      const uint8_t* b = rows + r * ldw + i * blocks_per_record * block_bytes;
+      for (int g = 0; g < groups; g++) D::pack_block(b + g * block_bytes, out, g, r);
+    }
+  }
+}
+
+static void codec_pack(Type type, const void* rows, int64_t ldw, int64_t n, int64_t k, void* packed, int64_t begin,
+                       int64_t end) {
+  with_decoder(type, [&]<class D>() {
+    const int64_t records = ceil_div(k, D::kGroups * 32);
+    for (int64_t panel = begin; panel < end; panel++) {
+      const int64_t row = panel * kPanelRows;
+      pack_records<D>(static_cast<const uint8_t*>(rows) + row * ldw, ldw,
+                      static_cast<int>(min_of<int64_t>(kPanelRows, n - row)), k, 0, records,
+                      static_cast<uint8_t*>(packed) + panel * records * D::kRecordBytes);
+    }
+  });
+}
+static void codec_unpack(Type type, const void* packed, int64_t n, int64_t k, void* rows, int64_t begin, int64_t end) {
+  with_decoder(type, [&]<class D>() {
+    const int64_t records = ceil_div(k, D::kGroups * 32), blocks = k / 32;
+    for (int64_t row = begin * kPanelRows; row < min_of(n, end * kPanelRows); row++) {
+      const uint8_t* panel = static_cast<const uint8_t*>(packed) + row / kPanelRows * records * D::kRecordBytes;
+      uint8_t* out = static_cast<uint8_t*>(rows) + row * blocks * D::kBlockBytes;
+      for (int64_t b = 0; b < blocks; b++)
+        D::unpack_block(panel + b / D::kGroups * D::kRecordBytes, static_cast<int>(b % D::kGroups), row % kPanelRows,
+                        out + b * D::kBlockBytes);
+    }
+  });
+}
+static void codec_dequantize(Type type, const void* blocks, int64_t count, float* out) {
+  with_decoder(type, [&]<class D>() {
+    for (int64_t b = 0; b < count; b++)
+      D::dequantize(static_cast<const uint8_t*>(blocks) + b * D::kBlockBytes, out + b * 32);
+  });
+}
+static void codec_quantize(Type type, const float* in, int64_t count, void* blocks) {
+  with_decoder(type, [&]<class D>() {
+    for (int64_t b = 0; b < count; b++)
+      D::quantize(in + b * 32, static_cast<uint8_t*>(blocks) + b * D::kBlockBytes);
+  });
+}
+static void codec_dequantize_packed_row(Type type, const void* packed, int64_t k, int64_t row, float* out) {
+  with_decoder(type, [&]<class D>() {
+    const int64_t records = ceil_div(k, D::kGroups * 32);
+    const uint8_t* panel = static_cast<const uint8_t*>(packed) + row / kPanelRows * records * D::kRecordBytes;
+    for (int64_t b = 0; b < k / 32; b++) {
+      uint8_t block[D::kBlockBytes];
+      D::unpack_block(panel + b / D::kGroups * D::kRecordBytes, static_cast<int>(b % D::kGroups), row % kPanelRows, block);
+      D::dequantize(block, out + b * 32);
+    }
+  });
+}
+static void codec_convert(const float* in, int64_t count, Type out_type, void* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store_float(out, out_type, i, load(in + i));
+  for (; i < count; i++) store_element(out, out_type, i, in[i]);
+}
+static void codec_widen(const void* in, Type in_type, int64_t count, float* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(out + i, load_float(in, in_type, i));
+  for (; i < count; i++) out[i] = load_element(in, in_type, i);
+}
+
+extern const Codec codec;
+constinit const Codec codec{codec_pack,     codec_unpack,  codec_dequantize, codec_quantize, codec_dequantize_packed_row,
+                            codec_convert, codec_widen};
+
+}  // namespace ktlinear::tinyblas::KT_TIER

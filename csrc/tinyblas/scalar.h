@@ -1,0 +1,77 @@
+// Scalar helpers of one tier. They live in the tier's namespace: an inline function shared between tiers could be compiled with
+// AVX-512 in one file and called from another.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "tinyblas.h"
+
+#define KT_INLINE inline __attribute__((always_inline))
+#define KT_NOINLINE __attribute__((noinline))
+#define KT_ALWAYS_INLINE_LAMBDA __attribute__((always_inline))
+#define KT_UNROLL _Pragma("GCC unroll 32")
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+template <class T>
+KT_INLINE constexpr T min_of(T a, T b) {
+  return a < b ? a : b;
+}
+
+template <class To, class From>
+KT_INLINE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+template <class T>
+KT_INLINE T load_as(const void* p) {
+  T t;
+  std::memcpy(&t, p, sizeof t);
+  return t;
+}
+
+KT_INLINE float half_to_float(uint16_t h) {
+  // Shift exponent and mantissa into place and correct the exponent's bias by a multiplication, which also normalizes subnormals.
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+  float f = bits_as<float>(static_cast<uint32_t>(h & 0x7FFFu) << 13) * 0x1p112f;
+  uint32_t bits = bits_as<uint32_t>(f);
+  if (f >= 65536.f) bits |= 0x7F800000u;  // the fp16 exponent 31: infinity or NaN
+  return bits_as<float>(bits | sign);
+}
+KT_INLINE uint16_t float_to_half(float f) {  // round to nearest even
+  const uint32_t bits = bits_as<uint32_t>(f), sign = bits >> 16 & 0x8000u, a = bits & 0x7FFFFFFFu;
+  if (a > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u | (a >> 13 & 0x3FFu));  // NaN stays a NaN
+  if (a >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);                      // rounds to 65536 or more
+  if (a < 0x38800000u) {  // subnormal half: adding 0.5 leaves the value in the low mantissa bits, rounded to nearest even
+    return static_cast<uint16_t>(sign | (bits_as<uint32_t>(bits_as<float>(a) + 0.5f) - 0x3F000000u));
+  }
+  return static_cast<uint16_t>(sign | ((a + 0xFFFu + (a >> 13 & 1u) - 0x38000000u) >> 13));
+}
+KT_INLINE float bf16_to_float(uint16_t b) { return bits_as<float>(static_cast<uint32_t>(b) << 16); }
+KT_INLINE uint16_t float_to_bf16(float f) {  // round to nearest even
+  const uint32_t bits = bits_as<uint32_t>(f);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+// Element i of a float tensor of any of the three types.
+KT_INLINE float load_element(const void* p, Type t, int64_t i) {
+  if (t == Type::F32) return load_as<float>(static_cast<const float*>(p) + i);
+  const uint16_t h = load_as<uint16_t>(static_cast<const uint16_t*>(p) + i);
+  return t == Type::F16 ? half_to_float(h) : bf16_to_float(h);
+}
+KT_INLINE void store_element(void* p, Type t, int64_t i, float v) {
+  if (t == Type::F32)
+    static_cast<float*>(p)[i] = v;
+  else
+    static_cast<uint16_t*>(p)[i] = t == Type::F16 ? float_to_half(v) : float_to_bf16(v);
+}
+KT_INLINE constexpr int element_bytes(Type t) { return t == Type::F32 ? 4 : 2; }
+
+KT_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
+KT_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+}  // namespace ktlinear::tinyblas::KT_TIER

@@ -1,0 +1,78 @@
+// The vector interface in portable C++ (GNU vector extensions, four lanes). It is the fallback for a CPU we know nothing about,
+// and the oracle of the other tiers' tests.
+//
+// Every simd/*.h defines the same names in its tier's namespace:
+//   kLanes                         fp32 lanes of a vector; an integer vector has as many bytes
+//   F32, I32                       vectors; I32 also holds 4 * kLanes bytes
+//   zero, set1, load, store        unaligned; load_n / store_n touch only the first n lanes (load_n fills with 0)
+//   load_f16, load_bf16, ...       16-bit floats <-> F32; stores round to nearest even
+//   fma(a, b, c) = a * b + c       fused where the hardware can
+//   transpose(rows)                kLanes x kLanes
+//   sum(v)                         horizontal, in a fixed order
+//   load_i, splat_i8, splat_i32, band, bxor, shift_right_16<N> (of 16-bit units), to_f32, byte<j> (byte j of each 32-bit lane)
+// Tiers with an int8 product worth using add a simd/*_dot.h, which defines KT_HAS_DOT (see there).
+#pragma once
+
+#include "../scalar.h"
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+inline constexpr int kLanes = 4;
+typedef float F32 __attribute__((vector_size(16)));
+typedef int32_t I32 __attribute__((vector_size(16)));
+typedef uint32_t U32 __attribute__((vector_size(16)));
+typedef uint16_t U16 __attribute__((vector_size(16)));
+
+KT_INLINE F32 zero() { return F32{0, 0, 0, 0}; }
+KT_INLINE F32 set1(float v) { return F32{v, v, v, v}; }
+KT_INLINE F32 load(const float* p) { return load_as<F32>(p); }
+KT_INLINE void store(float* p, F32 v) { std::memcpy(p, &v, sizeof v); }
+KT_INLINE F32 load_n(const float* p, int n) {
+  F32 v = zero();
+  for (int i = 0; i < n; i++) v[i] = p[i];
+  return v;
+}
+KT_INLINE void store_n(float* p, F32 v, int n) {
+  for (int i = 0; i < n; i++) p[i] = v[i];
+}
+KT_INLINE F32 load_f16(const uint16_t* p) {
+  return F32{half_to_float(load_as<uint16_t>(p)), half_to_float(load_as<uint16_t>(p + 1)),
+             half_to_float(load_as<uint16_t>(p + 2)), half_to_float(load_as<uint16_t>(p + 3))};
+}
+KT_INLINE F32 load_bf16(const uint16_t* p) {
+  return F32{bf16_to_float(load_as<uint16_t>(p)), bf16_to_float(load_as<uint16_t>(p + 1)),
+             bf16_to_float(load_as<uint16_t>(p + 2)), bf16_to_float(load_as<uint16_t>(p + 3))};
+}
+KT_INLINE void store_f16(uint16_t* p, F32 v) {
+  KT_UNROLL for (int i = 0; i < 4; i++) p[i] = float_to_half(v[i]);
+}
+KT_INLINE void store_bf16(uint16_t* p, F32 v) {
+  KT_UNROLL for (int i = 0; i < 4; i++) p[i] = float_to_bf16(v[i]);
+}
+KT_INLINE F32 add(F32 a, F32 b) { return a + b; }
+KT_INLINE F32 sub(F32 a, F32 b) { return a - b; }
+KT_INLINE F32 mul(F32 a, F32 b) { return a * b; }
+KT_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
+KT_INLINE float sum(F32 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+KT_INLINE void transpose(F32 (&r)[4]) {
+  F32 t[4];
+  KT_UNROLL for (int i = 0; i < 4; i++) t[i] = F32{r[0][i], r[1][i], r[2][i], r[3][i]};
+  KT_UNROLL for (int i = 0; i < 4; i++) r[i] = t[i];
+}
+
+KT_INLINE I32 load_i(const void* p) { return load_as<I32>(p); }
+KT_INLINE I32 splat_i32(int32_t v) { return I32{v, v, v, v}; }
+KT_INLINE I32 splat_i8(uint8_t v) { return splat_i32(static_cast<int32_t>(v * 0x01010101u)); }
+KT_INLINE I32 band(I32 a, I32 b) { return a & b; }
+KT_INLINE I32 bxor(I32 a, I32 b) { return a ^ b; }
+template <int N>
+KT_INLINE I32 shift_right_16(I32 v) {
+  return reinterpret_cast<I32>(reinterpret_cast<U16>(v) >> N);
+}
+KT_INLINE F32 to_f32(I32 v) { return __builtin_convertvector(v, F32); }
+template <int J>
+KT_INLINE I32 byte(I32 v) {
+  return reinterpret_cast<I32>((reinterpret_cast<U32>(v) >> (8 * J)) & 255u);
+}
+
+}  // namespace ktlinear::tinyblas::KT_TIER

@@ -1,0 +1,7 @@
+// Portable C++, for CPUs without a tier of their own; the oracle of the others' tests.
+#define KT_TIER unsupported
+#include "simd/portable.h"
+
+#include "limits.h"
+#include "mixmul.h"
+#include "sgemm.h"
