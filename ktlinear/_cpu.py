@@ -1,0 +1,87 @@
+"""The instruction-set tiers: what each asks of the CPU and of the compiler.
+
+``setup.py`` (which builds them) and the loader (which chooses one) read the same table, so this module imports nothing
+but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import NamedTuple
+
+
+class Tier(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        features: what the CPU must have, as ``/proc/cpuinfo`` spells it. The kernel lists a feature only if it also
+            saves the registers, so these names imply the operating system's support.
+        cflags: the compiler flags for GCC and Clang.
+    """
+
+    features: tuple[str, ...]
+    cflags: tuple[str, ...]
+
+
+_AVX2 = ("avx", "fma", "f16c", "avx2", "bmi2")
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+
+# Best first.
+_X86_TIERS = {
+    "amd_zen4": Tier((*_AVX512, "avx512_vnni", "avx512_bf16"), (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16")),
+    "amd_avx512vnni": Tier((*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
+    "amd_avx512f": Tier(_AVX512, _AVX512_FLAGS),
+    "amd_avxvnni": Tier((*_AVX2, "avx_vnni"), (*_AVX2_FLAGS, "-mavxvnni")),
+    "amd_avx2": Tier(_AVX2, _AVX2_FLAGS),
+    "amd_fma": Tier(("avx", "fma", "f16c"), ("-mavx", "-mfma", "-mf16c")),
+    "amd_avx": Tier(("avx",), ("-mavx",)),
+}
+_PORTABLE_TIER = {"unsupported": Tier((), ())}
+
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+TIERS: dict[str, Tier] = {**(_X86_TIERS if IS_X86 else {}), **_PORTABLE_TIER}
+"""Name -> tier, of this machine's architecture, best first."""
+
+
+def features() -> frozenset[str]:
+    """The CPU's instruction-set features, as Linux names them; empty where there is no ``/proc/cpuinfo``.
+
+    The environment variable ``KTLINEAR_CPU_FEATURES`` (names separated by spaces or commas) takes their place. It is
+    for tests: a feature claimed but missing ends the process with an illegal instruction.
+    """
+    override = os.environ.get("KTLINEAR_CPU_FEATURES")
+    if override is not None:
+        return frozenset(override.replace(",", " ").split())
+    return frozenset((_cpuinfo("flags") or _cpuinfo("Features")).split())
+
+
+def model() -> str:
+    """The CPU's name, as far as the system tells."""
+    return _cpuinfo("model name") or platform.processor() or "unknown CPU"
+
+
+def _cpuinfo(field: str) -> str:
+    """The first value of a field of ``/proc/cpuinfo``; empty if there is none."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as cpuinfo:
+            for line in cpuinfo:
+                name, _, value = line.partition(":")
+                if name.strip() == field:
+                    return value.strip()
+    except OSError:
+        pass
+    return ""
+
+
+def missing(tier: str, have: frozenset[str]) -> list[str]:
+    """The features of `tier` that are not in `have`, in the table's order."""
+    return [name for name in TIERS[tier].features if name not in have]
+
+
+def runnable(tiers: list[str] | tuple[str, ...], have: frozenset[str]) -> list[str]:
+    """Those of `tiers` that a CPU with these features can execute, best first."""
+    return [name for name in TIERS if name in tiers and not missing(name, have)]

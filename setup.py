@@ -1,0 +1,134 @@
+"""Builds ``ktlinear._C``: the kernels, once per instruction-set tier, and the operators.
+
+Environment:
+    KTLINEAR_ISA: ``native`` (default: the best tier of this machine, and only that), the name of a tier, or ``all``.
+    KTLINEAR_WERROR: ``1`` makes warnings errors.
+    MAX_JOBS: how many compilers run at once (default: one per CPU).
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+ROOT = Path(__file__).resolve().parent
+
+
+def load_cpu_table():
+    """Import ktlinear/_cpu.py by its path: the package itself needs the library that is yet to be built."""
+    spec = importlib.util.spec_from_file_location("ktlinear_cpu", ROOT / "ktlinear" / "_cpu.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+cpu = load_cpu_table()
+
+ISA = os.environ.get("KTLINEAR_ISA") or "native"
+if ISA == "all":
+    BUILT = list(cpu.TIERS)
+elif ISA == "native":
+    BUILT = cpu.runnable(list(cpu.TIERS), cpu.features())[:1]
+elif ISA in cpu.TIERS:
+    BUILT = [ISA]
+else:
+    raise SystemExit(f"KTLINEAR_ISA is {ISA!r}; expected native, all, or one of: {', '.join(cpu.TIERS)}")
+
+# -iquote csrc: the kernels are included as "tinyblas/...", so none of their headers can hide one of the system's (limits.h).
+# -ffp-contract=off: the sum of a product is fused only where a kernel says so, or tiers would differ by compiler.
+COMMON_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
+COMMON_FLAGS += ["-iquote", "csrc"]
+if os.environ.get("KTLINEAR_WERROR") == "1":
+    COMMON_FLAGS.append("-Werror")
+# The oldest PyTorch whose stable ABI the library may use (torch/csrc/stable/version.h); one binary serves all later ones.
+OPS_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
+
+
+def tier_sources(tier: str) -> list[str]:
+    if tier == "unsupported":
+        return ["csrc/tinyblas/tinyblas_cpu_unsupported.cpp"]
+    return [f"csrc/tinyblas/tinyblas_cpu_{family}_{tier}.cpp" for family in ("sgemm", "mixmul")]
+
+
+def source_flags() -> dict[str, list[str]]:
+    """Each source with the flags that only it gets, slowest to compile first.
+
+    Nothing but a tier's own files sees its -m flags: an inline function compiled with them elsewhere could be picked by
+    the linker for every tier. tiers.cpp is what selects the tier of a single-tier build, by these very flags.
+    """
+    flags = {source: list(cpu.TIERS[tier].cflags) for tier in BUILT for source in tier_sources(tier)}
+    flags["csrc/tinyblas/tiers.cpp"] = ["-DKT_ALL_TIERS"] if ISA == "all" else list(cpu.TIERS[BUILT[0]].cflags)
+    for source in sorted((ROOT / "csrc" / "ops").glob("*.cpp")):
+        flags[source.relative_to(ROOT).as_posix()] = OPS_FLAGS
+    return flags
+
+
+class BuildTiers(BuildExtension):
+    """BuildExtension with compiler flags of their own for every source, through one ninja file."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        # An editable install would compile in a temporary folder, and so everything every time.
+        self.build_temp = os.path.join("build", f"objects-{ISA}")
+
+    def build_extension(self, ext):
+        # BuildExtension has put its own compile step in place by now.
+        self.compiler.compile = self.compile_with_ninja
+        super().build_extension(ext)
+
+    def compile_with_ninja(
+        self, sources, output_dir=None, macros=None, include_dirs=None, debug=0, extra_postargs=None, depends=None, **_
+    ):
+        """Takes the place of ``CCompiler.compile``: compiles what changed and returns the paths of all objects."""
+        flags = source_flags()
+        torch_flags = [f"-isystem {path}" for path in include_dirs or []]
+        lines = [
+            "rule compile",
+            "  command = $cxx -MMD -MF $out.d -fPIC $flags -c $in -o $out",
+            "  description = compile $in",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            f"cxx = {os.environ.get('CXX', 'c++')}",
+        ]
+        objects = []
+        for source in sources:
+            obj = os.path.abspath(os.path.join(output_dir, os.path.splitext(source)[0] + ".o"))
+            objects.append(obj)
+            own = COMMON_FLAGS + flags[source] + (torch_flags if source.startswith("csrc/ops/") else [])
+            lines += [f"build {escape(obj)}: compile {escape(source)}", f"  flags = {' '.join(own)}"]
+        os.makedirs(output_dir, exist_ok=True)
+        ninja_file = Path(output_dir, "build.ninja")
+        ninja_file.write_text("\n".join(lines) + "\n")
+        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+        ninja = [found] if (found := shutil.which("ninja")) else [sys.executable, "-m", "ninja"]
+        subprocess.run([*ninja, "-f", str(ninja_file), "-j", jobs], check=True)
+        return objects
+
+    def run(self):
+        super().run()
+        # What the loader compares the CPU with, before it maps a library that may hold instructions it lacks.
+        text = f'"""Written by setup.py."""\n\nTIERS = {tuple(BUILT)!r}\nISA = {ISA!r}\n'
+        folders = [Path(self.build_lib, "ktlinear")]
+        if self.inplace:
+            folders.append(ROOT / "ktlinear")
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "_build_info.py").write_text(text)
+
+
+def escape(path: str) -> str:
+    """A path as ninja reads it."""
+    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+os.chdir(ROOT)
+setup(
+    ext_modules=[CppExtension("ktlinear._C", list(source_flags()), py_limited_api=True, depends=[])],
+    cmdclass={"build_ext": BuildTiers},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
