@@ -1,0 +1,214 @@
+#include "common.h"
+
+namespace ktlinear::ops {
+
+using tinyblas::FormatInfo;
+using tinyblas::Type;
+
+namespace {
+
+std::string device_name(int32_t type) {
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_cuda()) return "cuda";
+  if (type == aoti_torch_device_type_meta()) return "meta";
+  return "device type " + std::to_string(type);
+}
+
+std::string known_types(bool packed) {
+  std::string names;
+  for (const FormatInfo& f : tinyblas::kFormats) {
+    if (packed && f.packed_k == 0) continue;
+    if (!names.empty()) names += ", ";
+    names += f.name;
+    names += " (" + std::to_string(static_cast<int>(f.type)) + ")";
+  }
+  return names;
+}
+
+bool is_contiguous(const View& v) {
+  bool contiguous;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(v.tensor, &contiguous));
+  return contiguous;
+}
+
+}  // namespace
+
+int64_t View::rows() const {
+  int64_t count = 1;
+  for (int64_t i = 0; i + 1 < dim; ++i) count *= sizes[i];
+  return count;
+}
+
+std::string View::shape() const {
+  std::string text = "[";
+  for (int64_t i = 0; i < dim; ++i) {
+    if (i != 0) text += ", ";
+    text += std::to_string(sizes[i]);
+  }
+  text += ']';
+  return text;
+}
+
+View view(const char* op, const char* argument, AtenTensorHandle tensor) {
+  static const int32_t cpu = aoti_torch_device_type_cpu();
+  static const int32_t strided = aoti_torch_layout_strided();
+  int32_t device, layout;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor, &device));
+  if (device != cpu) fail(op, argument, " is on ", device_name(device), "; expected a tensor on cpu");
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor, &layout));
+  if (layout != strided) fail(op, argument, " is sparse or has another special layout; expected a dense (strided) tensor");
+  View v{};
+  v.tensor = tensor;
+  int64_t *sizes, *strides;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &v.dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &v.dim));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &v.data));
+  v.sizes = sizes;
+  v.strides = strides;
+  return v;
+}
+
+int32_t dtype_uint8() {
+  static const int32_t dtype = aoti_torch_dtype_uint8();
+  return dtype;
+}
+
+int32_t dtype_of(Type type) {
+  static const int32_t f32 = aoti_torch_dtype_float32(), f16 = aoti_torch_dtype_float16();
+  static const int32_t bf16 = aoti_torch_dtype_bfloat16();
+  return type == Type::F32 ? f32 : type == Type::F16 ? f16 : bf16;
+}
+
+std::optional<Type> float_type(int32_t dtype) {
+  for (Type type : {Type::F32, Type::F16, Type::BF16})
+    if (dtype == dtype_of(type)) return type;
+  return std::nullopt;
+}
+
+std::string dtype_name(int32_t dtype) {
+  const std::pair<int32_t, const char*> names[] = {
+      {aoti_torch_dtype_float32(), "float32"},     {aoti_torch_dtype_float16(), "float16"},
+      {aoti_torch_dtype_bfloat16(), "bfloat16"},   {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_uint8(), "uint8"},         {aoti_torch_dtype_int8(), "int8"},
+      {aoti_torch_dtype_int16(), "int16"},         {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_int64(), "int64"},         {aoti_torch_dtype_bool(), "bool"},
+      {aoti_torch_dtype_complex64(), "complex64"}, {aoti_torch_dtype_complex128(), "complex128"},
+  };
+  for (const auto& [id, name] : names)
+    if (id == dtype) return name;
+  return "dtype " + std::to_string(dtype);
+}
+
+Type require_float(const char* op, const char* argument, int32_t dtype) {
+  if (auto type = float_type(dtype)) return *type;
+  fail(op, argument, " has dtype ", dtype_name(dtype), "; expected float32, float16 or bfloat16");
+}
+
+const FormatInfo& format(const char* op, int64_t weight_type) {
+  if (const FormatInfo* f = tinyblas::find_format(weight_type)) return *f;
+  fail(op, "weight_type is ", weight_type, "; expected one of ", known_types(false));
+}
+
+const FormatInfo& packed_format(const char* op, int64_t weight_type) {
+  const FormatInfo* f = tinyblas::find_format(weight_type);
+  if (f != nullptr && f->packed_k != 0) return *f;
+  fail(op, "weight_type is ", weight_type, "; expected one that has a packed layout: ", known_types(true));
+}
+
+Rows rows(const char* op, const View& weight, std::optional<int64_t> weight_type) {
+  if (weight.dim < 1) fail(op, "weight has no dimensions; expected rows in its last dimension");
+  Rows r{};
+  int64_t element = 1;
+  if (weight.dtype == dtype_uint8()) {
+    if (!weight_type)
+      fail(op, "weight is uint8 and weight_type is None; expected the type of its GGUF rows: ", known_types(false));
+    r.format = &format(op, *weight_type);
+    if (weight.last() % r.format->block_bytes != 0)
+      fail(op, "weight has shape ", weight.shape(), "; a row of ", r.format->name, " takes a multiple of ",
+           r.format->block_bytes, " bytes (", r.format->block, " elements a block)");
+    r.k = weight.last() / r.format->block_bytes * r.format->block;
+  } else {
+    const auto type = float_type(weight.dtype);
+    if (!type)
+      fail(op, "weight has dtype ", dtype_name(weight.dtype),
+           "; expected float32, float16, bfloat16, or uint8 with weight_type");
+    if (weight_type && *weight_type != static_cast<int64_t>(*type))
+      fail(op, "weight has dtype ", dtype_name(weight.dtype), " and weight_type is ", format(op, *weight_type).name,
+           "; expected uint8 rows of that type, or a float weight without weight_type");
+    r.format = tinyblas::find_format(static_cast<int64_t>(*type));
+    element = r.format->block_bytes;
+    r.k = weight.last();
+  }
+  r.n = weight.rows();
+
+  // Used in place if the rows lie `ldw` bytes apart, each contiguous, and floats are aligned (GGUF blocks need not be).
+  const int64_t alignment = tinyblas::is_float(r.format->type) ? r.format->block_bytes : 1;
+  const bool one_stride = weight.dim == 2 && (weight.last() <= 1 || weight.strides[1] == 1);
+  const int64_t ldw = one_stride ? weight.strides[0] * element : weight.last() * element;
+  if ((one_stride || is_contiguous(weight)) && ldw % alignment == 0 &&
+      reinterpret_cast<uintptr_t>(weight.data) % static_cast<uintptr_t>(alignment) == 0) {
+    r.data = weight.data;
+    r.ldw = ldw;
+  } else {
+    r.copy = contiguous_copy(weight);
+    r.data = data(r.copy);
+    r.ldw = weight.last() * element;
+  }
+  return r;
+}
+
+void check_packed(const char* op, const View& weight, const FormatInfo& f, int64_t n, int64_t k) {
+  if (n < 0 || k < 0) fail(op, "the packed weight's size was given as [", n, ", ", k, "]; expected no negative number");
+  if (k % f.block != 0)
+    fail(op, "in_features is ", k, "; expected a multiple of ", f.block, " for weight_type ", f.name);
+  if (weight.dtype != dtype_uint8())
+    fail(op, "weight has dtype ", dtype_name(weight.dtype), "; expected uint8 panels made by kt::pack");
+  const int64_t panels = tinyblas::panel_count(n), bytes = tinyblas::panel_bytes(f, k);
+  if (weight.dim != 2 || weight.sizes[0] != panels || weight.sizes[1] != bytes)
+    fail(op, "weight has shape ", weight.shape(), "; expected [", panels, ", ", bytes, "]: panels of a packed ", f.name,
+         " matrix [", n, ", ", k, "]");
+}
+
+Handle empty(int64_t dim, const int64_t* sizes, int32_t dtype) {
+  static const int32_t cpu = aoti_torch_device_type_cpu();
+  int64_t strides[kMaxDims];
+  int64_t stride = 1;
+  for (int64_t i = dim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+  AtenTensorHandle tensor;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, dtype, cpu, 0, &tensor));
+  return Handle(tensor);
+}
+
+Handle empty_like_rows(const char* op, const View& like, int64_t last, int32_t dtype) {
+  if (like.dim > kMaxDims) fail(op, "a tensor has ", like.dim, " dimensions; expected at most ", kMaxDims);
+  int64_t sizes[kMaxDims];
+  for (int64_t i = 0; i + 1 < like.dim; ++i) sizes[i] = like.sizes[i];
+  sizes[like.dim - 1] = last;
+  return empty(like.dim, sizes, dtype);
+}
+
+Handle contiguous_copy(const View& source) {
+  Handle copy = empty(source.dim, source.sizes, source.dtype);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), source.tensor, 0));
+  return copy;
+}
+
+void* data(const Handle& tensor) {
+  void* pointer;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &pointer));
+  return pointer;
+}
+
+const void* contiguous_data(const View& source, Handle& copy, int64_t alignment) {
+  if (is_contiguous(source) && reinterpret_cast<uintptr_t>(source.data) % static_cast<uintptr_t>(alignment) == 0)
+    return source.data;
+  copy = contiguous_copy(source);
+  return data(copy);
+}
+
+}  // namespace ktlinear::ops
