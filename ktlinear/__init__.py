@@ -1,0 +1,23 @@
+"""Linear layers on the CPU for every weight format people have, computed as they are stored.
+
+    >>> import ktlinear
+    >>> report = ktlinear.patch(model, weight_type="Q4_0")
+
+See `ktlinear.nn` for the modules, `ktlinear.ops` for the operators and ``python -m ktlinear info`` for this machine.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from . import _loader, nn, ops
+from ._loader import available_isas, exact, isa, use_isa
+from .ops import WeightType
+from .patch import patch, unpatch
+
+try:
+    __version__ = version("ktlinear")
+except PackageNotFoundError:  # imported from a source tree that was built in place
+    __version__ = "0+unknown"
+
+__all__ = ["WeightType", "available_isas", "exact", "isa", "nn", "ops", "patch", "unpatch", "use_isa", "__version__"]

@@ -1,0 +1,308 @@
+"""Weight types, their geometry, and what PyTorch needs beside the operators' kernels: fake kernels and gradients.
+
+The operators themselves are C++ (``torch.ops.kt``):
+
+========================================================================== ========================================
+``kt::linear(input, weight, bias=None, weight_type=None)``                  [..., K] -> [..., N], with gradients
+``kt::linear_packed(input, weight, bias, out_features, weight_type)``       the same on a packed weight
+``kt::_linear``, ``kt::_linear_packed``                                     the same without gradients, cheaper to call
+``kt::pack(weight, weight_type)``                                           GGUF rows -> panels
+``kt::unpack(weight, out_features, in_features, weight_type)``              panels -> GGUF rows
+``kt::quantize(weight, weight_type, importance=None)``                      floats -> GGUF rows
+``kt::dequantize(weight, weight_type, dtype)``                              GGUF rows -> floats
+``kt::embedding(indices, weight, weight_type, dtype)``                      rows of a table -> floats
+``kt::embedding_packed(indices, weight, num_embeddings, embedding_dim, weight_type, dtype)``
+========================================================================== ========================================
+
+``weight_type`` is the GGML id (a `WeightType` passes as one). Float weights are fp32, fp16 or bf16 [N, K]; quantized
+ones uint8 [N, row_bytes], rows of blocks as in a GGUF file. A bad argument is a RuntimeError that names it; a bad index
+is an IndexError.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _loader  # noqa: F401  (loads the library that defines torch.ops.kt)
+
+PANEL_ROWS = 16
+"""Rows of a packed panel."""
+
+
+class WeightType(enum.IntEnum):
+    """How a weight is stored. The values are the GGML type ids, as in a GGUF file."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q8_0 = 8
+    BF16 = 30
+
+
+class Format(NamedTuple):
+    """The geometry of a weight type; the same table as csrc/tinyblas/formats.h.
+
+    Attributes:
+        block: elements per block; K is a multiple of it.
+        block_bytes: bytes per block.
+        packed_k: elements of K per packed record of 16 rows; 0 where there is no packed layout.
+        packed_bytes: bytes per packed record.
+    """
+
+    block: int
+    block_bytes: int
+    packed_k: int
+    packed_bytes: int
+
+
+FORMATS: dict[WeightType, Format] = {
+    WeightType.F32: Format(1, 4, 0, 0),
+    WeightType.F16: Format(1, 2, 0, 0),
+    WeightType.BF16: Format(1, 2, 0, 0),
+    WeightType.Q4_0: Format(32, 18, 64, 576),
+    WeightType.Q4_1: Format(32, 20, 64, 640),
+    WeightType.Q8_0: Format(32, 34, 64, 1088),
+}
+
+_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def weight_type(value: WeightType | str | int) -> WeightType:
+    """Return the `WeightType` that `value` means: one itself, a name in any case ("q4_0"), or a GGML id.
+
+    Raises:
+        ValueError: there is no such type; the message lists those accepted.
+    """
+    if isinstance(value, str):
+        if value.upper() in WeightType.__members__:
+            return WeightType[value.upper()]
+    elif isinstance(value, int) and not isinstance(value, bool) and value in FORMATS:
+        return WeightType(value)
+    accepted = ", ".join(f"{t.name} ({t.value})" for t in WeightType)
+    raise ValueError(f"weight_type is {value!r}; expected one of {accepted}")
+
+
+def _geometry(value: WeightType | str | int) -> tuple[WeightType, Format]:
+    kind = weight_type(value)
+    return kind, FORMATS[kind]
+
+
+def _packed_geometry(value: WeightType | str | int) -> tuple[WeightType, Format]:
+    kind, f = _geometry(value)
+    if not f.packed_k:
+        accepted = ", ".join(f"{t.name} ({t.value})" for t, f in FORMATS.items() if f.packed_k)
+        raise ValueError(f"weight_type is {kind.name}; expected one that has a packed layout: {accepted}")
+    return kind, f
+
+
+def _check_block(kind: WeightType, f: Format, k: int) -> None:
+    if k % f.block:
+        raise ValueError(f"in_features is {k}; expected a multiple of {f.block} for weight_type {kind.name}")
+
+
+def row_bytes(t: WeightType | str | int, k: int) -> int:
+    """Bytes of one row of `k` elements. ValueError if `k` is not a multiple of the block."""
+    kind, f = _geometry(t)
+    _check_block(kind, f, k)
+    return k // f.block * f.block_bytes
+
+
+def panel_bytes(t: WeightType | str | int, k: int) -> int:
+    """Bytes of one packed panel of 16 rows of `k` elements, K padded to a whole record.
+
+    Raises:
+        ValueError: `t` has no packed layout, or `k` is not a multiple of the block.
+    """
+    kind, f = _packed_geometry(t)
+    _check_block(kind, f, k)
+    return (k + f.packed_k - 1) // f.packed_k * f.packed_bytes
+
+
+def packed_shape(t: WeightType | str | int, n: int, k: int) -> tuple[int, int]:
+    """The shape of a packed [n, k] weight, uint8 [panels, panel_bytes]. Raises as `panel_bytes` does."""
+    return (n + PANEL_ROWS - 1) // PANEL_ROWS, panel_bytes(t, k)
+
+
+# OpOverloads, since a packet (torch.ops.kt.linear) looks for its overload on every call.
+_linear = torch.ops.kt._linear.default
+_linear_with_autograd = torch.ops.kt.linear.default
+
+
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, weight_type: WeightType | str | int | None = None
+) -> Tensor:
+    """y = input @ weight.T + bias, as `torch.nn.functional.linear`, also on quantized rows.
+
+    Args:
+        input: [..., K], fp32, fp16 or bf16. Under ``torch.autocast("cpu")`` it is cast to the autocast dtype, as
+            F.linear's is; the weight is used as it is stored.
+        weight: [N, K] fp32, fp16 or bf16, in any combination with the input; or uint8 [N, row_bytes] with `weight_type`.
+        bias: [N], fp32, fp16 or bf16, or None.
+        weight_type: the type of the rows of a uint8 weight.
+
+    Returns:
+        [..., N] in the (cast) input's dtype. Gradients flow to the input, and to a float weight and bias.
+
+    Raises:
+        RuntimeError: an argument's shape, dtype, layout or device does not fit; the message names it.
+        ValueError: there is no such `weight_type`.
+    """
+    if weight_type is not None and type(weight_type) is not WeightType:
+        weight_type = _as_weight_type(weight_type)
+    if torch.is_autocast_enabled("cpu") and input.dtype in _FLOAT_DTYPES:
+        input = input.to(torch.get_autocast_dtype("cpu"))
+    # An operator with Python autograd costs 5 us a call more, under no_grad too.
+    if torch.is_grad_enabled() and (
+        input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return _linear_with_autograd(input, weight, bias, weight_type)
+    return _linear(input, weight, bias, weight_type)
+
+
+_as_weight_type = weight_type  # the argument of `linear` hides the function
+
+
+# Fake kernels: shapes and dtypes only. Sizes may be symbolic, so they are compared only with torch._check.
+
+
+def _check(condition: Any, message: str) -> None:
+    torch._check(condition, lambda: message)
+
+
+def _check_devices(op: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            devices = {t.device for t in tensors.values() if t is not None}
+            _check(len(devices) == 1, f"kt::{op}: the tensors are on several devices ({name} on {tensor.device})")
+
+
+def _in_features(weight: Tensor, weight_type: int | None) -> int:
+    """K of a weight's rows."""
+    if weight.dtype != torch.uint8:
+        return weight.shape[-1]
+    if weight_type is None:
+        raise RuntimeError("kt::linear: weight is uint8 and weight_type is None; expected the type of its GGUF rows")
+    f = FORMATS[_as_weight_type(weight_type)]
+    return weight.shape[-1] // f.block_bytes * f.block
+
+
+def _fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, weight_type: int | None = None) -> Tensor:
+    _check_devices("linear", input=input, weight=weight, bias=bias)
+    _check(input.dim() >= 1 and weight.dim() == 2, "kt::linear: expected input [..., K] and weight [N, K]")
+    _check(
+        _in_features(weight, weight_type) == input.shape[-1],
+        f"kt::linear: weight has shape {list(weight.shape)}; it does not match input's last dimension, {input.shape[-1]}",
+    )
+    return input.new_empty([*input.shape[:-1], weight.shape[0]])
+
+
+def _fake_linear_packed(
+    input: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, weight_type: int
+) -> Tensor:
+    _check_devices("linear_packed", input=input, weight=weight, bias=bias)
+    return input.new_empty([*input.shape[:-1], out_features])
+
+
+def _register_fakes() -> None:
+    fake = torch.library.register_fake
+    for name in ("linear", "_linear"):
+        fake(f"kt::{name}")(_fake_linear)
+    for name in ("linear_packed", "_linear_packed"):
+        fake(f"kt::{name}")(_fake_linear_packed)
+
+    @fake("kt::pack")
+    def _(weight: Tensor, weight_type: int) -> Tensor:
+        _, f = _packed_geometry(weight_type)
+        records = (_in_features(weight, weight_type) + f.packed_k - 1) // f.packed_k
+        return weight.new_empty([(weight.shape[0] + PANEL_ROWS - 1) // PANEL_ROWS, records * f.packed_bytes])
+
+    @fake("kt::_pack_out")
+    def _(out: Tensor, weight: Tensor, weight_type: int) -> None:
+        return None
+
+    @fake("kt::unpack")
+    def _(weight: Tensor, out_features: int, in_features: int, weight_type: int) -> Tensor:
+        f = FORMATS[_as_weight_type(weight_type)]
+        return weight.new_empty([out_features, in_features // f.block * f.block_bytes])
+
+    @fake("kt::quantize")
+    def _(weight: Tensor, weight_type: int, importance: Tensor | None = None) -> Tensor:
+        f = FORMATS[_as_weight_type(weight_type)]
+        _check(weight.shape[-1] % f.block == 0, f"kt::quantize: in_features has to be a multiple of {f.block}")
+        size = [*weight.shape[:-1], weight.shape[-1] // f.block * f.block_bytes]
+        return weight.new_empty(size, dtype=torch.uint8)
+
+    @fake("kt::dequantize")
+    def _(weight: Tensor, weight_type: int, dtype: torch.dtype) -> Tensor:
+        return weight.new_empty([*weight.shape[:-1], _in_features(weight, weight_type)], dtype=dtype)
+
+    @fake("kt::embedding")
+    def _(indices: Tensor, weight: Tensor, weight_type: int, dtype: torch.dtype) -> Tensor:
+        return weight.new_empty([*indices.shape, _in_features(weight, weight_type)], dtype=dtype)
+
+    @fake("kt::embedding_packed")
+    def _(
+        indices: Tensor, weight: Tensor, num_embeddings: int, embedding_dim: int, weight_type: int, dtype: torch.dtype
+    ) -> Tensor:
+        return weight.new_empty([*indices.shape, embedding_dim], dtype=dtype)
+
+
+# Gradients of y = x @ W.T + b: dx = dy @ W, dW = dy.T @ x, db = the sum of dy over all leading dimensions.
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, bias, *rest = inputs
+    needs_input, needs_weight, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+    ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.in_features = input.shape[-1]
+    ctx.rest = rest
+
+
+def _float_weight(weight: Tensor, weight_type: int | None, dtype: torch.dtype) -> Tensor:
+    if weight.dtype != torch.uint8 or weight_type is None:
+        return weight.to(dtype)
+    return torch.ops.kt.dequantize(weight, weight_type, dtype)
+
+
+def _gradients(ctx: Any, grad: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    input, _ = ctx.saved_tensors
+    grad_input = grad_weight = grad_bias = None
+    if weight is not None:
+        grad_input = torch.matmul(grad, weight)
+    if input is not None:
+        dtype = torch.promote_types(grad.dtype, ctx.weight_dtype)
+        rows = grad.reshape(-1, grad.shape[-1]).to(dtype)
+        grad_weight = torch.mm(rows.t(), input.reshape(-1, input.shape[-1]).to(dtype)).to(ctx.weight_dtype)
+    if ctx.needs_input_grad[2]:
+        grad_bias = grad.sum(dim=tuple(range(grad.dim() - 1)), dtype=torch.float32) if grad.dim() > 1 else grad
+        grad_bias = grad_bias.to(ctx.bias_dtype)
+    return grad_input, grad_weight, grad_bias
+
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (weight_type,) = ctx.rest
+    _, weight = ctx.saved_tensors
+    floats = None if weight is None else _float_weight(weight, weight_type, grad.dtype)
+    return (*_gradients(ctx, grad, floats), None)
+
+
+def _linear_packed_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    out_features, weight_type = ctx.rest
+    _, weight = ctx.saved_tensors
+    floats = None
+    if weight is not None:
+        rows = torch.ops.kt.unpack(weight, out_features, ctx.in_features, weight_type)
+        floats = _float_weight(rows, weight_type, grad.dtype)
+    return (*_gradients(ctx, grad, floats), None, None)
+
+
+_register_fakes()
+torch.library.register_autograd("kt::linear", _linear_backward, setup_context=_save_for_backward)
+torch.library.register_autograd("kt::linear_packed", _linear_packed_backward, setup_context=_save_for_backward)
