@@ -1,0 +1,528 @@
+"""Modules that hold a quantized (GGUF) or half-precision weight and compute with it as it is.
+
+`Linear` is an ``nn.Linear`` and `Embedding` an ``nn.Embedding``: the same attributes, the same call. A quantized one
+holds its bytes once, in the uint8 parameter `qweight`; `weight` is a read-only logical view of the same bytes. In
+memory the bytes are packed for speed unless ``packed=False``; every state dict holds plain GGUF rows, whatever the
+layout in memory, so files depend on no CPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import _logical, _memory
+from ._logical import LOGICAL_DTYPES, LogicalWeight
+from .ops import WeightType, packed_shape, row_bytes
+from .ops import weight_type as to_weight_type
+
+__all__ = ["Embedding", "Linear"]
+
+kt = torch.ops.kt
+
+FLOAT_DTYPES = {WeightType.F32: torch.float32, WeightType.F16: torch.float16, WeightType.BF16: torch.bfloat16}
+FLOAT_TYPES = {dtype: weight_type for weight_type, dtype in FLOAT_DTYPES.items()}
+
+
+class _QuantizedWeight(nn.Module):
+    """The weight of a module as one matrix [N, K] in a `WeightType`, mixed into an nn.Module with a `weight`.
+
+    Quantized types hold `qweight` and present `weight` as a `LogicalWeight`; float types hold an ordinary parameter
+    `weight`. `_dtype` is the logical dtype: that of the module this one stands for.
+    """
+
+    packed: bool
+    _type: WeightType | None  # None: a float weight
+    _dtype: torch.dtype
+
+    def _matrix_shape(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def _set_matrix(self, weight: torch.Tensor, weight_type: WeightType, packed: bool, requires_grad: bool) -> None:
+        """Take `weight` as it is: the bytes in the layout that `packed` says, or a float matrix."""
+        quantized = weight_type not in FLOAT_DTYPES
+        self._type = weight_type if quantized else None
+        self.packed = packed and quantized
+        self._weight_requires_grad = requires_grad
+        name = "qweight" if quantized else "weight"
+        # Not setattr: `weight` is a property of this class, and register_parameter would take it for a clash.
+        self._parameters[name] = nn.Parameter(weight, requires_grad=requires_grad and not quantized)
+
+    def _stored(self) -> nn.Parameter:
+        """The parameter that holds the weight: `qweight`, or `weight` of a float type."""
+        stored = self._parameters["weight" if self._type is None else "qweight"]
+        assert stored is not None
+        return stored
+
+    @property
+    def weight_type(self) -> WeightType:
+        """The type of the stored weight."""
+        return FLOAT_TYPES[self._stored().dtype] if self._type is None else self._type
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[N, K]: the parameter of a float type, a read-only view of the bytes (`LogicalWeight`) of any other."""
+        if self._type is None:
+            return self._stored()
+        return LogicalWeight(self._stored(), self._type, self.packed, *self._matrix_shape(), self._dtype)
+
+    def _share_matrix(self, other: _QuantizedWeight) -> None:
+        """Hold the same Parameter as `other`."""
+        for name in ("weight", "qweight"):
+            self._parameters.pop(name, None)
+        self._type = other._type
+        self.packed = other.packed
+        self._weight_requires_grad = other._weight_requires_grad
+        self._parameters["weight" if other._type is None else "qweight"] = other._stored()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight" and self._type is not None:
+            raise TypeError(
+                f"weight: the weight of a {self.weight_type.name} {type(self).__name__} cannot be assigned; "
+                "use load_state_dict, or make a new module with from_linear or from_rows"
+            )
+        super().register_parameter(name, param)
+
+    def _rows(self) -> torch.Tensor:
+        """The bytes as plain GGUF rows, uint8 [N, row_bytes]. Modules that share `qweight` get one tensor."""
+        qweight = self._stored()
+        if not self.packed:
+            return qweight.detach()
+        if qweight.is_meta or qweight.is_inference():
+            return kt.unpack(qweight.detach(), *self._matrix_shape(), self._type)
+        # safetensors and torch.save write a tied weight once only if both keys of the state dict share a storage.
+        state = (qweight.data_ptr(), qweight._version)
+        cached = _unpacked.get(qweight)
+        if cached is not None and cached[0] == state:
+            rows = cached[1]()
+            if rows is not None and rows._version == cached[2]:
+                return rows
+        rows = kt.unpack(qweight.detach(), *self._matrix_shape(), self._type)
+        _unpacked[qweight] = (state, weakref.ref(rows), rows._version)
+        return rows
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._type is not None and self.packed:
+            destination[prefix + "qweight"] = self._rows()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if self._type is not None:
+            state_dict = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+            key = prefix + "qweight"
+            try:
+                if key in state_dict:
+                    rows = self._checked_rows(key, state_dict[key])
+                elif prefix + "weight" in state_dict:
+                    rows = self._quantized_rows(prefix + "weight", state_dict.pop(prefix + "weight"))
+                else:
+                    rows = None
+                if rows is not None:
+                    state_dict[key] = self._load_rows(key, rows, local_metadata)
+            except (ValueError, TypeError) as error:
+                error_msgs.append(str(error))
+                state_dict[key] = self._stored()
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _checked_rows(self, key: str, rows: torch.Tensor) -> torch.Tensor:
+        n, k = self._matrix_shape()
+        shape = (n, row_bytes(self.weight_type, k))
+        if rows.dtype != torch.uint8 or tuple(rows.shape) != shape:
+            raise ValueError(
+                f"{key}: got {rows.dtype} {tuple(rows.shape)}, but {self.weight_type.name} rows of a "
+                f"[{n}, {k}] matrix are torch.uint8 {shape}"
+            )
+        return rows
+
+    def _quantized_rows(self, key: str, weight: torch.Tensor) -> torch.Tensor:
+        """A float checkpoint: its weight, in this module's type."""
+        if weight.dtype not in LOGICAL_DTYPES or tuple(weight.shape) != self._matrix_shape():
+            raise ValueError(
+                f"{key}: got {weight.dtype} {tuple(weight.shape)}, but a weight to be quantized is "
+                f"{self._matrix_shape()} of torch.float32, float16 or bfloat16"
+            )
+        return kt.quantize(weight.detach(), self._type)
+
+    def _load_rows(self, key: str, rows: torch.Tensor, local_metadata: dict[str, Any]) -> torch.Tensor:
+        """Return what nn.Module's own loading shall copy or assign for `rows`."""
+        qweight = self._stored()
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        if qweight.is_meta and not rows.is_meta and not assign:
+            raise ValueError(f"{key}: the module is on the meta device; load with assign=True or call to_empty() first")
+        if not self.packed:
+            return rows
+        if rows.is_meta:
+            return kt.pack(rows, self._type)
+        if qweight.is_meta:
+            # Exchange the parameter's contents, not the parameter, so that a tied module keeps sharing it.
+            packed = _pack(rows, self.weight_type, self._matrix_shape()[1])
+            torch.utils.swap_tensors(qweight, nn.Parameter(packed, requires_grad=False))
+        else:
+            with torch.no_grad():
+                kt._pack_out(qweight, rows.contiguous(), self._type)
+        return qweight
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        qweight = self._parameters.get("qweight")
+
+        def keep_bytes(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            if tensor is qweight and moved.dtype != torch.uint8:
+                return tensor.to(moved.device)
+            return moved
+
+        # Ask on an empty tensor what `fn` does to a float: .to(dtype) changes the logical dtype, never the bytes.
+        dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
+        if dtype.is_floating_point and dtype not in LOGICAL_DTYPES:
+            raise TypeError(f"dtype: {type(self).__name__} computes in torch.float32, float16 or bfloat16, got {dtype}")
+        super()._apply(keep_bytes, recurse)
+        if dtype.is_floating_point:
+            self._dtype = dtype
+        return self
+
+    def _type_repr(self) -> str:
+        layout = "" if self._type is None else f", packed={self.packed}"
+        return f"weight_type={self.weight_type.name}{layout}"
+
+
+# qweight -> (its state, a reference to the rows unpacked from it, their version)
+_unpacked: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
+
+
+class Linear(_QuantizedWeight, nn.Linear):  # type: ignore[override]
+    """y = x * W^T + b with W in any `WeightType`: an ``nn.Linear`` with a quantized or half-precision weight.
+
+    A new module's quantized weight is zero until it is loaded; `from_linear` and `from_rows` make a filled one.
+
+    Args:
+        in_features: K, a multiple of the type's block.
+        out_features: N.
+        bias: whether to add a learned bias [N].
+        weight_type: a `WeightType`, its name, or its GGML id. Float types hold an ordinary `weight` parameter.
+        packed: hold quantized bytes in the packed layout (fast), or as plain GGUF rows.
+        device: of the parameters.
+        dtype: the logical dtype of `weight`, and the bias's: fp32, fp16 or bf16.
+
+    Shapes: input [..., K] in fp32, fp16 or bf16, whatever `dtype` is; output [..., N] in the input's dtype.
+
+    Raises:
+        ValueError: an unknown `weight_type`, a `dtype` that is none of the three, a K that the block does not divide.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        weight_type: WeightType | str | int = "Q8_0",
+        packed: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        wt = to_weight_type(weight_type)
+        dtype = _checked_dtype(dtype)
+        if wt in FLOAT_DTYPES:
+            weight = torch.empty(out_features, in_features, dtype=FLOAT_DTYPES[wt], device=device)
+        else:
+            weight = _zeros(wt, out_features, in_features, packed, device)
+        self._init(weight, in_features, out_features, None, wt, packed, dtype, requires_grad=True)
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device))
+        if wt in FLOAT_DTYPES:
+            self.reset_parameters()
+
+    def _init(
+        self,
+        weight: torch.Tensor,
+        in_features: int,
+        out_features: int,
+        bias: nn.Parameter | None,
+        weight_type: WeightType,
+        packed: bool,
+        dtype: torch.dtype,
+        requires_grad: bool,
+    ) -> None:
+        # Not nn.Linear.__init__: it would allocate and fill a float weight.
+        nn.Module.__init__(self)
+        self.in_features = in_features
+        self.out_features = out_features
+        self._dtype = dtype
+        self._set_matrix(weight, weight_type, packed, requires_grad)
+        self.register_parameter("bias", bias)
+
+    def _matrix_shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, weight_type: WeightType | str | int = "Q8_0", packed: bool = True
+    ) -> Linear:
+        """Convert an ``nn.Linear``; the bias parameter is shared with it, and so is a weight that has the type already.
+
+        Raises:
+            TypeError: `linear` is not an nn.Linear.
+            ValueError: an unknown `weight_type`, or one whose block does not divide K; a weight that is not fp32,
+                fp16 or bf16.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
+        wt = to_weight_type(weight_type)
+        weight = _convert(linear.weight, wt, packed)
+        n, k = linear.weight.shape
+        self = cls.__new__(cls)
+        self._init(weight, k, n, linear.bias, wt, packed, linear.weight.dtype, linear.weight.requires_grad)
+        if FLOAT_DTYPES.get(wt) == linear.weight.dtype:
+            self._parameters["weight"] = linear._parameters["weight"]
+        return self.train(linear.training)
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: torch.Tensor,
+        in_features: int,
+        weight_type: WeightType | str | int,
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        packed: bool = True,
+    ) -> Linear:
+        """Take GGUF rows, uint8 [N, row_bytes]. With ``packed=False`` the module uses `rows` itself, without a copy.
+
+        Raises:
+            ValueError: `rows` is not uint8 [N, row_bytes] for `weight_type` and `in_features`; a bias that is not [N].
+        """
+        wt = to_weight_type(weight_type)
+        weight = _from_rows(rows, in_features, wt, packed)
+        n = rows.shape[0]
+        if bias is not None and tuple(bias.shape) != (n,):
+            raise ValueError(f"bias: expected shape ({n},), got {tuple(bias.shape)}")
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias)
+        self = cls.__new__(cls)
+        self._init(weight, in_features, n, bias, wt, packed, _checked_dtype(dtype), requires_grad=True)
+        return self
+
+    def tie(self, other: Linear | Embedding) -> Linear:
+        """Use the weight of `other` as this module's: one Parameter, one storage, as a tied output head does.
+
+        Raises:
+            ValueError: the other weight is not [out_features, in_features].
+        """
+        if other._matrix_shape() != self._matrix_shape():
+            raise ValueError(f"other: expected a weight of shape {self._matrix_shape()}, got {other._matrix_shape()}")
+        self._share_matrix(other)
+        return self
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        # nn.Module.__getattr__ is slow; this is called hundreds of times per generated token.
+        parameters: dict[str, Any] = self._parameters
+        weight_type = self._type
+        weight = parameters["weight" if weight_type is None else "qweight"]
+        rows = self.out_features if self.packed else None
+        return _logical.linear(input, weight, parameters["bias"], weight_type, rows)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self._type_repr()}"
+
+
+class Embedding(_QuantizedWeight, nn.Embedding):  # type: ignore[override]
+    """Rows of a quantized table [num_embeddings, embedding_dim], dequantized to the logical dtype as they are read.
+
+    A new module's table is zero until it is loaded; `from_embedding`, `from_linear` and `from_rows` make a filled one.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: K, a multiple of the type's block.
+        padding_idx: kept as nn.Embedding does; a quantized table has no gradient, so nothing else depends on it.
+        weight_type: a quantized `WeightType`, its name, or its GGML id.
+        packed: hold the bytes in the packed layout (fast as a tied output head), or as plain GGUF rows.
+        device: of the table.
+        dtype: of the output: fp32, fp16 or bf16.
+
+    Shapes: input [...] int32 or int64; output [..., embedding_dim].
+
+    Raises:
+        ValueError: an unknown or float `weight_type`, a `dtype` that is none of the three, a width that the block does
+            not divide.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        weight_type: WeightType | str | int = "Q8_0",
+        packed: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        wt = _quantized_type(weight_type)
+        qweight = _zeros(wt, num_embeddings, embedding_dim, packed, device)
+        self._init(qweight, num_embeddings, embedding_dim, padding_idx, wt, packed, _checked_dtype(dtype))
+
+    def _init(
+        self,
+        qweight: torch.Tensor,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+        weight_type: WeightType,
+        packed: bool,
+        dtype: torch.dtype,
+        requires_grad: bool = True,
+    ) -> None:
+        # Not nn.Embedding.__init__: it would allocate and fill a float table.
+        nn.Module.__init__(self)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx: must be within the {num_embeddings} rows, got {padding_idx}")
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
+        self.max_norm = None
+        self.norm_type = 2.0
+        self.scale_grad_by_freq = False
+        self.sparse = False
+        self._dtype = dtype
+        self._set_matrix(qweight, weight_type, packed, requires_grad)
+
+    def _matrix_shape(self) -> tuple[int, int]:
+        return self.num_embeddings, self.embedding_dim
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, weight_type: WeightType | str | int = "Q8_0", packed: bool = True
+    ) -> Embedding:
+        """Quantize the table of an ``nn.Embedding``.
+
+        Raises:
+            TypeError: `embedding` is not an nn.Embedding.
+            ValueError: as `Embedding`; also an embedding with `max_norm`, which rewrites rows as it reads them.
+        """
+        if not isinstance(embedding, nn.Embedding):
+            raise TypeError(f"embedding: expected an nn.Embedding, got {type(embedding).__name__}")
+        if embedding.max_norm is not None:
+            raise ValueError(
+                f"embedding: max_norm is {embedding.max_norm}; expected None, since the table is read-only"
+            )
+        wt = _quantized_type(weight_type)
+        qweight = _convert(embedding.weight, wt, packed)
+        n, k = embedding.weight.shape
+        self = cls.__new__(cls)
+        weight = embedding.weight
+        self._init(qweight, n, k, embedding.padding_idx, wt, packed, weight.dtype, weight.requires_grad)
+        return self.train(embedding.training)
+
+    @classmethod
+    def from_linear(cls, head: Linear, padding_idx: int | None = None) -> Embedding:
+        """The table of a quantized output head, sharing its Parameter.
+
+        Raises:
+            TypeError: `head` is not a quantized `Linear`.
+        """
+        if not isinstance(head, Linear) or head._type is None:
+            raise TypeError(f"head: expected a quantized ktlinear.nn.Linear, got {head!r}")
+        n, k = head._matrix_shape()
+        self = cls.__new__(cls)
+        self._init(head._stored(), n, k, padding_idx, head.weight_type, head.packed, head._dtype)
+        self._share_matrix(head)
+        return self
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: torch.Tensor,
+        embedding_dim: int,
+        weight_type: WeightType | str | int,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        packed: bool = True,
+    ) -> Embedding:
+        """Take GGUF rows, uint8 [num_embeddings, row_bytes]. With ``packed=False`` `rows` itself is used.
+
+        Raises:
+            ValueError: `rows` does not fit `weight_type` and `embedding_dim`.
+        """
+        wt = _quantized_type(weight_type)
+        qweight = _from_rows(rows, embedding_dim, wt, packed)
+        self = cls.__new__(cls)
+        self._init(qweight, rows.shape[0], embedding_dim, padding_idx, wt, packed, _checked_dtype(dtype))
+        return self
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight_type = self._type
+        assert weight_type is not None
+        return _logical.embedding(input, self._stored(), weight_type, self.packed, *self._matrix_shape(), self._dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self._type_repr()}"
+
+
+def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    dtype = dtype or torch.get_default_dtype()
+    if dtype not in LOGICAL_DTYPES:
+        raise ValueError(f"dtype: expected torch.float32, float16 or bfloat16, got {dtype}")
+    return dtype
+
+
+def _quantized_type(weight_type: WeightType | str | int) -> WeightType:
+    wt = to_weight_type(weight_type)
+    if wt in FLOAT_DTYPES:
+        raise ValueError(f"weight_type: expected a quantized type, got {wt.name}; an nn.Embedding holds a float table")
+    return wt
+
+
+def _zeros(wt: WeightType, n: int, k: int, packed: bool, device: torch.device | str | None) -> torch.Tensor:
+    rows = (n, row_bytes(wt, k))
+    shape = packed_shape(wt, n, k) if packed else rows
+    device = torch.get_default_device() if device is None else torch.device(device)
+    if device.type == "cpu":
+        return _memory.zeros(*shape)
+    return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+
+def _pack(rows: torch.Tensor, wt: WeightType, k: int) -> torch.Tensor:
+    """Pack GGUF rows into memory of our own."""
+    if rows.is_meta:
+        return kt.pack(rows, wt)
+    out = _memory.zeros(*packed_shape(wt, rows.shape[0], k))
+    kt._pack_out(out, rows.contiguous(), wt)
+    return out
+
+
+def _convert(weight: torch.Tensor, wt: WeightType, packed: bool) -> torch.Tensor:
+    """A float matrix [N, K] in the type `wt`; itself if it has that type."""
+    if weight.dtype not in LOGICAL_DTYPES:
+        raise ValueError(f"weight: expected torch.float32, float16 or bfloat16, got {weight.dtype}")
+    weight = weight.detach()
+    if wt in FLOAT_DTYPES:
+        return weight.to(FLOAT_DTYPES[wt])
+    row_bytes(wt, weight.shape[1])  # a ValueError if the block does not divide K
+    rows = kt.quantize(weight, wt)
+    return _pack(rows, wt, weight.shape[1]) if packed else rows
+
+
+def _from_rows(rows: torch.Tensor, k: int, wt: WeightType, packed: bool) -> torch.Tensor:
+    width = row_bytes(wt, k)
+    if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != width:
+        raise ValueError(
+            f"rows: expected torch.uint8 [N, {width}] for {wt.name} rows of {k} elements, "
+            f"got {rows.dtype} {list(rows.shape)}"
+        )
+    if wt in FLOAT_DTYPES:
+        return rows.contiguous().view(FLOAT_DTYPES[wt])
+    return _pack(rows, wt, k) if packed else rows

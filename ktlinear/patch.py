@@ -1,0 +1,398 @@
+"""Swap the linear layers of a model for `ktlinear.nn.Linear`, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from ._logical import LOGICAL_DTYPES
+from .nn import FLOAT_DTYPES, Embedding, Linear
+from .ops import WeightType, row_bytes
+from .ops import weight_type as to_weight_type
+
+__all__ = ["PatchReport", "PatchRow", "patch", "unpatch"]
+
+# llama.cpp's rule for rows that a 256-element block does not divide. Names, since it is about types to come as well.
+NEXT_BEST = {
+    "Q2_K": "Q4_0",
+    "Q3_K": "Q4_0",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+    "IQ4_XS": "IQ4_NL",
+}
+
+# Scales are stored in fp16. No type's scale is larger than its block's largest weight, so up to here none overflows.
+LARGEST_WEIGHT = 65504.0
+
+# Seconds of work before a progress bar appears.
+PROGRESS_DELAY = 2.0
+
+
+@dataclass
+class PatchRow:
+    """What happened to one module.
+
+    Attributes:
+        name: qualified name in the model.
+        before: type of the weight before, as a dtype or a `WeightType` name.
+        after: the same afterwards, or None if the module was left alone.
+        note: why it was left, or what else is to be known.
+        bytes_before, bytes_after: size of the weight; a weight shared by several modules counts at the first.
+    """
+
+    name: str
+    before: str
+    after: str | None
+    note: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass
+class PatchReport:
+    """What `patch` or `unpatch` did, module by module; ``str()`` is a table."""
+
+    rows: list[PatchRow] = field(default_factory=list)
+
+    @property
+    def changed(self) -> list[PatchRow]:
+        """The modules that were swapped."""
+        return [row for row in self.rows if row.after is not None]
+
+    @property
+    def left(self) -> list[PatchRow]:
+        """The modules that were left alone."""
+        return [row for row in self.rows if row.after is None]
+
+    def __str__(self) -> str:
+        header = ("module", "before", "after", "MB before", "MB after", "note")
+        table = [
+            (r.name, r.before, r.after or "-", f"{r.bytes_before / 1e6:.2f}", f"{r.bytes_after / 1e6:.2f}", r.note)
+            for r in self.rows
+        ]
+        before, after = (sum(getattr(r, name) for r in self.rows) / 1e6 for name in ("bytes_before", "bytes_after"))
+        total = f"{len(self.changed)} changed, {len(self.left)} left"
+        table.append(("total", "", "", f"{before:.2f}", f"{after:.2f}", total))
+        widths = [max(len(row[column]) for row in [header, *table]) for column in range(len(header))]
+        numbers = (3, 4)
+        lines = [
+            "  ".join(
+                cell.rjust(width) if column in numbers else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in [header, *table]
+        ]
+        rule = "-" * max(len(line) for line in lines)
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def patch(
+    model: nn.Module,
+    weight_type: WeightType | str | int = "Q8_0",
+    *,
+    filter_fn: Callable[[str, nn.Module], bool] | None = None,
+    rules: Mapping[str, WeightType | str | int | None] | None = None,
+) -> PatchReport:
+    """Swap every plain ``nn.Linear`` inside `model`, in place, for a `ktlinear.nn.Linear` of `weight_type`.
+
+    Only modules whose type is exactly ``nn.Linear`` are swapped: a subclass may use its weight in a way of its own, as
+    the output projection of ``nn.MultiheadAttention`` does. Weights tied to other linear layers stay tied. A weight
+    tied to an ``nn.Embedding``, as a language model's output head is, is quantized together with the table, which
+    becomes a `ktlinear.nn.Embedding` on the same bytes; `filter_fn` and `rules` are asked about both, and both are left
+    if either is. Everything that could go wrong with a module is looked at before the first one is swapped; then they
+    are converted one by one, each original dropped as soon as its replacement is in place, so that the model is never
+    in memory twice. An interrupt in between leaves a model that works, with its first modules swapped.
+
+    Args:
+        model: changed in place.
+        weight_type: a `WeightType`, its name or its GGML id. If its block does not divide a module's K, the next best
+            type by llama.cpp's rule is taken (Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, Q2_K and Q3_K: Q4_0,
+            IQ4_XS: IQ4_NL), or the module is left alone.
+        filter_fn: called with a module's qualified name and the module; False leaves it alone.
+        rules: ``{pattern: type}``; the first pattern that matches the qualified name (`fnmatch`) decides, and None as
+            the type leaves the module alone.
+
+    Returns:
+        A report of every linear layer: type before and after, or why it was left.
+
+    Raises:
+        TypeError: `model` is not an ``nn.Module``.
+        ValueError: an unknown type in `weight_type` or `rules`; `model` is itself the linear layer to be swapped.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if type(model) is nn.Linear:
+        raise ValueError("model: an nn.Linear cannot be swapped in place; use ktlinear.nn.Linear.from_linear(model)")
+    default = to_weight_type(weight_type)
+    types = {pattern: None if t is None else to_weight_type(t) for pattern, t in (rules or {}).items()}
+
+    def wanted(name: str, module: nn.Module) -> WeightType | str:
+        """The type asked for, or the reason to leave the module."""
+        if filter_fn is not None and not filter_fn(name, module):
+            return "filter_fn"
+        for pattern, chosen in types.items():
+            if fnmatchcase(name, pattern):
+                return f"rule {pattern!r}" if chosen is None else chosen
+        return default
+
+    plans = [_plan(group, wanted) for group in _weight_groups(model)]
+    places = _places(model)
+    report = PatchReport()
+    with _progress("patch", sum(plan.nbytes for plan in plans if plan.weight_type is not None)) as bar:
+        for plan in plans:
+            if plan.weight_type is None:
+                report.rows += [_left(name, module, plan.note) for name, module in plan.members]
+                continue
+            report.rows += _convert(plan, places)
+            plan.members.clear()  # or the originals would stay in memory until all are done
+            bar.update(plan.nbytes)
+    return report
+
+
+def unpatch(model: nn.Module) -> PatchReport:
+    """Swap every `ktlinear.nn.Linear` and `Embedding` inside `model`, in place, for its counterpart in ``torch.nn``.
+
+    The new weights have the dtype that the original ones had, but their values are the quantized ones: what `patch`
+    rounded stays rounded. Tied weights stay tied.
+
+    Args:
+        model: changed in place.
+
+    Returns:
+        A report of every module: type before and after, or why it was left.
+
+    Raises:
+        TypeError: `model` is not an ``nn.Module``.
+        ValueError: `model` is itself the module to be swapped.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if type(model) in (Linear, Embedding):
+        raise ValueError(f"model: a {type(model).__name__} cannot be swapped in place; it must be inside a module")
+    modules = [(name, module) for name, module in model.named_modules() if type(module) in (Linear, Embedding)]
+    places = _places(model)
+    weights: dict[nn.Parameter, nn.Parameter] = {}  # old -> new
+    report = PatchReport()
+    with _progress("unpatch", sum(module._stored().nbytes for _, module in modules)) as bar:
+        while modules:
+            name, module = modules.pop(0)
+            if _has_hooks(module):
+                report.rows.append(_left(name, module, _HOOKS))
+                continue
+            old = module._stored()
+            tied = old in weights
+            if not tied:
+                weights[old] = _float_parameter(module)
+            _replace(places[module], _float_module(module, weights[old]))
+            sizes = (0, 0) if tied else (old.nbytes, weights[old].nbytes)
+            report.rows.append(PatchRow(name, _type_name(module), _dtype_name(weights[old]), "", *sizes))
+            bar.update(0 if tied else old.nbytes)
+    return report
+
+
+_Layer = nn.Linear | nn.Embedding  # with what it becomes, since ours are subclasses
+
+
+@dataclass
+class _Plan:
+    """One weight, the modules that hold it, and what shall become of them (`weight_type` None: nothing)."""
+
+    members: list[tuple[str, _Layer]]
+    weight_type: WeightType | None
+    note: str
+    nbytes: int
+
+
+_HOOKS = "it has hooks or a forward of its own, which a swap would drop"
+
+
+def _weight_groups(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
+    """The linear layers of `model` with whatever shares their weights: lists of (name, module, parameter's name)."""
+    holders: dict[int, list[tuple[str, nn.Module, str]]] = {}  # of each parameter
+    for name, module in model.named_modules():
+        for parameter_name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append((name, module, parameter_name))
+    groups: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            weight = module._parameters.get("weight", module._parameters.get("qweight"))
+            alone: list[tuple[str, nn.Module, str]] = [(name, module, "weight")]
+            groups.setdefault(id(module if weight is None else weight), holders.get(id(weight), alone))
+    return list(groups.values())
+
+
+def _plan(group: list[tuple[str, nn.Module, str]], wanted: Callable[[str, nn.Module], WeightType | str]) -> _Plan:
+    linears: list[tuple[str, _Layer]] = [(name, module) for name, module, _ in group if isinstance(module, nn.Linear)]
+
+    def leave(reason: str) -> _Plan:
+        return _Plan(linears, None, reason, 0)
+
+    types: dict[WeightType, str] = {}  # type asked for -> a module for which it was
+    for name, module, parameter_name in group:
+        reason = _obstacle(module, parameter_name)
+        answer = wanted(name, module) if reason is None else reason
+        if not isinstance(answer, WeightType):
+            return leave(answer if len(group) == 1 else f"weight shared with {name}: {answer}")
+        types.setdefault(answer, name)
+    if len(types) > 1:
+        return leave("tied modules got different types: " + ", ".join(f"{n} {t.name}" for t, n in types.items()))
+
+    weight = linears[0][1].weight
+    asked = next(iter(types))
+    chosen = fitting_type(asked, weight.shape[1])
+    if chosen is None:
+        return leave(f"the block of {asked.name} does not divide K = {weight.shape[1]}")
+    if chosen in FLOAT_DTYPES and len(linears) < len(group):
+        embedding = next(name for name, module, _ in group if not isinstance(module, nn.Linear))
+        return leave(f"tied to {embedding}; embeddings are changed for quantized types only")
+    reason = _unfit_values(weight)
+    if reason is not None:
+        return leave(reason)
+    note = "" if chosen is asked else f"the block of {asked.name} does not divide K = {weight.shape[1]}"
+    embeddings = [(name, module) for name, module, _ in group if isinstance(module, nn.Embedding)]
+    return _Plan(linears + embeddings, chosen, note, weight.nbytes)
+
+
+def fitting_type(weight_type: WeightType, k: int) -> WeightType | None:
+    """`weight_type` if its block divides K, else the next best that exists and whose block does, else None."""
+    candidate: WeightType | None = weight_type
+    while candidate is not None:
+        try:
+            row_bytes(candidate, k)
+            return candidate
+        except ValueError:
+            candidate = WeightType.__members__.get(NEXT_BEST.get(candidate.name, ""))
+    return None
+
+
+def _obstacle(module: nn.Module, parameter_name: str) -> str | None:
+    """Why `module` cannot be swapped, whatever the type, or None."""
+    if type(module) not in (nn.Linear, nn.Embedding):
+        if isinstance(module, Linear):
+            return f"already ktlinear.nn.Linear, {module.weight_type.name}"
+        return f"its type is {type(module).__name__}, not nn.Linear"
+    weight = module._parameters.get(parameter_name)
+    if weight is None:
+        return "its weight is computed from other parameters"
+    if _has_hooks(module):
+        return _HOOKS
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        return "it is an embedding with max_norm or sparse gradients"
+    if type(weight) is not nn.Parameter or weight.layout != torch.strided:
+        return f"its weight is a {type(weight.data).__name__} of layout {weight.layout}"
+    if weight.device.type not in ("cpu", "meta"):
+        return f"its weight is on {weight.device}, not the CPU"
+    if weight.dtype not in LOGICAL_DTYPES:
+        return f"its weight is {_dtype_name(weight)}, not float32, float16 or bfloat16"
+    if weight.numel() == 0:
+        return "its weight is empty"
+    return None
+
+
+def _unfit_values(weight: torch.Tensor) -> str | None:
+    if weight.is_meta:
+        return None
+    low, high = torch.aminmax(weight.detach())
+    largest = max(-float(low), float(high)) if low == low else float("nan")
+    if not largest <= LARGEST_WEIGHT:
+        return f"its largest weight is {largest:g}; at most {LARGEST_WEIGHT:g} can be stored"
+    return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    if "forward" in module.__dict__:
+        return True
+    return any(bool(value) for name, value in module.__dict__.items() if name.endswith("_hooks"))
+
+
+def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Where each module hangs: (parent, attribute), several for a shared module."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for attribute, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, attribute))
+    return places
+
+
+def _replace(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
+    for parent, attribute in places:
+        setattr(parent, attribute, module)
+
+
+def _convert(plan: _Plan, places: dict[nn.Module, list[tuple[nn.Module, str]]]) -> list[PatchRow]:
+    assert plan.weight_type is not None
+    rows = []
+    new: Linear | Embedding
+    first: Linear | None = None
+    first_name = ""
+    for name, module in plan.members:
+        before = _dtype_name(module.weight)
+        if first is None:
+            # A group begins with its linear layers; an embedding takes its table from the first of them.
+            assert isinstance(module, nn.Linear)
+            new = first = Linear.from_linear(module, plan.weight_type)
+            first_name, note, sizes = name, plan.note, (plan.nbytes, first._stored().nbytes)
+        else:
+            new = _tied(module, first)
+            note, sizes = f"tied to {first_name}", (0, 0)
+        _replace(places.pop(module), new)
+        rows.append(PatchRow(name, before, plan.weight_type.name, note, *sizes))
+    return rows
+
+
+def _tied(module: _Layer, head: Linear) -> Linear | Embedding:
+    """The replacement of `module`, whose weight was `head`'s."""
+    if isinstance(module, nn.Embedding):
+        return Embedding.from_linear(head, module.padding_idx).train(module.training)
+    linear = Linear(
+        module.in_features, module.out_features, False, head.weight_type, device="meta", dtype=module.weight.dtype
+    )
+    linear.bias = module.bias
+    return linear.tie(head).train(module.training)
+
+
+def _float_parameter(module: Linear | Embedding) -> nn.Parameter:
+    weight = module.weight
+    if module._type is None:
+        return nn.Parameter(weight.detach().to(module._dtype), requires_grad=weight.requires_grad)
+    return nn.Parameter(weight.dequantize(), requires_grad=module._weight_requires_grad)
+
+
+def _float_module(module: Linear | Embedding, weight: nn.Parameter) -> _Layer:
+    if isinstance(module, Embedding):
+        n, k = module.num_embeddings, module.embedding_dim
+        new: _Layer = nn.Embedding(n, k, module.padding_idx, device="meta", dtype=weight.dtype)
+    else:
+        new = nn.Linear(module.in_features, module.out_features, False, device="meta", dtype=weight.dtype)
+        new.bias = module.bias
+    new.weight = weight
+    return new.train(module.training)
+
+
+def _type_name(module: _Layer) -> str:
+    if isinstance(module, (Linear, Embedding)):
+        return module.weight_type.name
+    return _dtype_name(module.weight)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _left(name: str, module: _Layer, reason: str) -> PatchRow:
+    held = module._parameters.get("weight", module._parameters.get("qweight"))
+    size = 0 if held is None else held.nbytes
+    return PatchRow(name, _type_name(module), None, reason, size, size)
+
+
+def _progress(what: str, nbytes: int) -> tqdm:
+    """A bar on stderr, which appears only if the work takes some seconds."""
+    return tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, delay=PROGRESS_DELAY)
