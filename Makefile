@@ -1,0 +1,50 @@
+# make test | demo | lint | bench: everything from a fresh checkout, set-up included.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The build that the tests need: every tier in one library. KTLINEAR_ISA=native make demo builds only this machine's.
+KTLINEAR_ISA ?= all
+KTLINEAR_WERROR ?= 0
+export KTLINEAR_ISA KTLINEAR_WERROR
+
+SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
+
+.PHONY: test demo lint bench build clean
+
+test: build
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+demo: build
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
+
+bench: build
+	$(BIN)/python -m benchmarks
+
+lint: $(VENV)/.stamp-packages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
+
+build: $(VENV)/.stamp-build-$(KTLINEAR_ISA)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# PyTorch first and alone: asked for together with packages that depend on it, pip may take a build with gigabytes of CUDA.
+$(VENV)/.stamp-torch: | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	touch $@
+
+$(VENV)/.stamp-packages: requirements-dev.txt $(VENV)/.stamp-torch
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+# One library at a time lies in the package, so the stamp of any other build goes. Ninja compiles only what changed.
+$(VENV)/.stamp-build-$(KTLINEAR_ISA): $(VENV)/.stamp-packages setup.py pyproject.toml ktlinear/_cpu.py $(SOURCES)
+	rm -f $(VENV)/.stamp-build-*
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf build ktlinear/*.so ktlinear/_build_info.py $(VENV)/.stamp-build-*
