@@ -39,13 +39,13 @@ elif ISA in cpu.TIERS:
 else:
     raise SystemExit(f"KTLINEAR_ISA is {ISA!r}; expected native, all, or one of: {', '.join(cpu.TIERS)}")
 
-# -iquote csrc: the kernels are included as "tinyblas/...", so none of their headers can hide one of the system's (limits.h).
+# -iquote csrc: kernels are included as "tinyblas/...", so that none of their headers hides one of the system's.
 # -ffp-contract=off: the sum of a product is fused only where a kernel says so, or tiers would differ by compiler.
 COMMON_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
 COMMON_FLAGS += ["-iquote", "csrc"]
 if os.environ.get("KTLINEAR_WERROR") == "1":
     COMMON_FLAGS.append("-Werror")
-# The oldest PyTorch whose stable ABI the library may use (torch/csrc/stable/version.h); one binary serves all later ones.
+# The oldest PyTorch whose stable ABI is used (torch/csrc/stable/version.h); one binary serves all later ones.
 OPS_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 
 
@@ -88,6 +88,7 @@ class BuildTiers(BuildExtension):
         flags = source_flags()
         torch_flags = [f"-isystem {path}" for path in include_dirs or []]
         lines = [
+            f"builddir = {escape(os.path.abspath(output_dir))}",
             "rule compile",
             "  command = $cxx -MMD -MF $out.d -fPIC $flags -c $in -o $out",
             "  description = compile $in",

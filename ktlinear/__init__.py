@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from . import _loader, nn, ops
+from . import nn, ops
 from ._loader import available_isas, exact, isa, use_isa
 from .ops import WeightType
 from .patch import patch, unpatch

@@ -26,7 +26,11 @@ def info() -> str:
         ("tier in use", f"{ktlinear.isa()} ({_loader.REASON})"),
         ("CPU features", ", ".join(sorted(used & have)) or "none that a tier asks for"),
     ]
-    rows += [(f"not usable: {name}", f"the CPU lacks {', '.join(lack)}") for name in compiled if (lack := _cpu.missing(name, have))]
+    rows += [
+        (f"not usable: {name}", f"the CPU lacks {', '.join(lack)}")
+        for name in compiled
+        if (lack := _cpu.missing(name, have))
+    ]
     width = max(len(label) for label, _ in rows) + 2
     return "\n".join(f"{label:<{width}}{value}" for label, value in rows)
 

@@ -1,8 +1,9 @@
-"""Loads the library: compares the CPU with what was compiled in first, so that a missing instruction is an ImportError."""
+"""Loads the library, after comparing the CPU with what was compiled in: a missing instruction is an ImportError."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,13 @@ from . import _cpu
 
 def _compiled() -> tuple[str, ...]:
     try:
-        from . import _build_info
-    except ImportError:
+        # By name: setup.py writes the module, and a type checker may look at a tree that is not built.
+        return importlib.import_module("ktlinear._build_info").TIERS
+    except ModuleNotFoundError:
         raise ImportError(
             "ktlinear is not built: ktlinear/_build_info.py is missing. "
             "Install it with `pip install .`, or `pip install --no-build-isolation -e .` to work on it."
         ) from None
-    return _build_info.TIERS
 
 
 def _library() -> Path:
@@ -42,7 +43,9 @@ def _choose() -> tuple[str, str]:
     usable = _cpu.runnable(compiled, have)
     forced = os.environ.get("KTLINEAR_FORCE_ISA")
     if forced and forced not in usable:
-        reason = f"the CPU lacks {', '.join(_cpu.missing(forced, have))}" if forced in compiled else "it is not compiled in"
+        reason = (
+            f"the CPU lacks {', '.join(_cpu.missing(forced, have))}" if forced in compiled else "it is not compiled in"
+        )
         raise ImportError(
             f"KTLINEAR_FORCE_ISA is {forced!r}, but {reason}. "
             f"Compiled in: {', '.join(compiled)}; possible on this CPU: {', '.join(usable) or 'none'}."
@@ -52,7 +55,7 @@ def _choose() -> tuple[str, str]:
     if not usable:
         lacks = "; ".join(f"{name} needs {', '.join(_cpu.missing(name, have))}" for name in compiled)
         raise ImportError(
-            f"this CPU cannot run ktlinear as it was built. Compiled in: {', '.join(compiled)}; the CPU lacks: {lacks}. "
+            f"this CPU cannot run ktlinear as it was built. Compiled in: {', '.join(compiled)}; missing: {lacks}. "
             "Build it on this machine (KTLINEAR_ISA=native), or for every CPU (KTLINEAR_ISA=all)."
         )
     return usable[0], "the best compiled tier that this CPU can run"
@@ -86,9 +89,7 @@ def available_isas() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Use another tier inside a ``with`` block, in all threads of the process.
-
-    A context manager for tests and comparisons: calls running in other threads at that moment switch with the next call.
+    """Use another tier inside a ``with`` block, in all threads of the process. For tests and comparisons.
 
     Raises:
         ValueError: `name` is not one of ``available_isas()``.
@@ -108,8 +109,8 @@ def use_isa(name: str) -> Iterator[None]:
 def exact() -> Iterator[None]:
     """Compute quantized weights exactly inside a ``with`` block, in all threads of the process.
 
-    The weights are decoded to fp32 and the activations are left as they are, where the default on CPUs with fast integer
-    products rounds the activations to int8 (one scale per 32 elements, about 0.6 % relative RMS error).
+    The weights are decoded to fp32 and the activations are left as they are, where the default on CPUs with fast
+    integer products rounds the activations to int8 (one scale per 32 elements, about 0.6 % relative RMS error).
     """
     previous = torch.ops.kt._set_exact(True)
     try:

@@ -141,7 +141,7 @@ def linear(
     Args:
         input: [..., K], fp32, fp16 or bf16. Under ``torch.autocast("cpu")`` it is cast to the autocast dtype, as
             F.linear's is; the weight is used as it is stored.
-        weight: [N, K] fp32, fp16 or bf16, in any combination with the input; or uint8 [N, row_bytes] with `weight_type`.
+        weight: [N, K] fp32, fp16 or bf16, in any combination with the input; or uint8 [N, row_bytes] of `weight_type`.
         bias: [N], fp32, fp16 or bf16, or None.
         weight_type: the type of the rows of a uint8 weight.
 
@@ -196,7 +196,7 @@ def _fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, weig
     _check(input.dim() >= 1 and weight.dim() == 2, "kt::linear: expected input [..., K] and weight [N, K]")
     _check(
         _in_features(weight, weight_type) == input.shape[-1],
-        f"kt::linear: weight has shape {list(weight.shape)}; it does not match input's last dimension, {input.shape[-1]}",
+        f"kt::linear: weight has shape {list(weight.shape)}; it does not match input's last one, {input.shape[-1]}",
     )
     return input.new_empty([*input.shape[:-1], weight.shape[0]])
 

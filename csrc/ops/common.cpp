@@ -56,7 +56,8 @@ View view(const char* op, const char* argument, AtenTensorHandle tensor) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor, &device));
   if (device != cpu) fail(op, argument, " is on ", device_name(device), "; expected a tensor on cpu");
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor, &layout));
-  if (layout != strided) fail(op, argument, " is sparse or has another special layout; expected a dense (strided) tensor");
+  if (layout != strided)
+    fail(op, argument, " is sparse or has another special layout; expected a dense (strided) tensor");
   View v{};
   v.tensor = tensor;
   int64_t *sizes, *strides;

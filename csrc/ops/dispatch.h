@@ -16,8 +16,8 @@ bool exact();
 
 inline int pool_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
-// Calls f(begin, end) over a partition of [0, units), on PyTorch's own pool: contiguous ranges, or (dynamic) units handed out
-// one by one to at most `threads`. Right whatever number of threads the pool grants.
+// Calls f(begin, end) over a partition of [0, units), on PyTorch's own pool: contiguous ranges, or (dynamic) units
+// handed out one by one to at most `threads`. Right whatever number of threads the pool grants.
 template <class F>
 void split(int64_t units, int threads, bool dynamic, const F& f) {
   if (units <= 0) return;

@@ -16,8 +16,8 @@ using tinyblas::Type;
 
 namespace {
 
-// Rows of x per pass over the weights: bounds the activation workspace. Larger chunks gain nothing, since a pass over W is
-// paid for by 512 rows already.
+// Rows of x per pass over the weights: bounds the activation workspace. Larger chunks gain nothing, since a pass over W
+// is paid for by 512 rows already.
 constexpr int64_t kChunkRows = 512;
 // A parallel region costs about 2 us; below this many multiplications (M * N * K) one thread is done sooner.
 constexpr int64_t kSerialWork = int64_t{1} << 17;

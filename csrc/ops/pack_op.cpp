@@ -19,9 +19,8 @@ Rows quantized_rows(const char* op, const View& weight, int64_t weight_type) {
 
 void pack_rows(const Rows& r, void* packed) {
   const auto pack = tier().codec->pack;
-  split_bytes(tinyblas::panel_count(r.n), tinyblas::panel_bytes(*r.format, r.k), [&](int64_t begin, int64_t end) {
-    pack(r.format->type, r.data, r.ldw, r.n, r.k, packed, begin, end);
-  });
+  split_bytes(tinyblas::panel_count(r.n), tinyblas::panel_bytes(*r.format, r.k),
+              [&](int64_t begin, int64_t end) { pack(r.format->type, r.data, r.ldw, r.n, r.k, packed, begin, end); });
 }
 
 }  // namespace
@@ -47,8 +46,8 @@ void pack_out(StableIValue* stack, uint64_t, uint64_t) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(out.get(), &contiguous));
   if (o.dtype != dtype_uint8() || o.dim != 2 || o.sizes[0] != panels || o.sizes[1] != bytes || !contiguous ||
       reinterpret_cast<uintptr_t>(o.data) % kPackedAlignment != 0)
-    fail(op, "out is ", dtype_name(o.dtype), " ", o.shape(), contiguous ? "" : ", not contiguous", "; expected contiguous uint8 [",
-         panels, ", ", bytes, "], ", kPackedAlignment, "-byte aligned");
+    fail(op, "out is ", dtype_name(o.dtype), " ", o.shape(), contiguous ? "" : ", not contiguous",
+         "; expected contiguous uint8 [", panels, ", ", bytes, "], ", kPackedAlignment, "-byte aligned");
   pack_rows(r, o.data);
 }
 

@@ -7,8 +7,8 @@
 
 namespace ktlinear::ops {
 
-// Asks for 2-MiB pages on the whole ones inside [p, p + bytes): plain 4-KiB pages cost up to a quarter of the read bandwidth.
-// A hint; nothing happens where the system has none.
+// Asks for 2-MiB pages on the whole ones inside [p, p + bytes): plain 4-KiB pages cost up to a quarter of the read
+// bandwidth. A hint; nothing happens where the system has none.
 void advise_huge_pages(void* p, int64_t bytes);
 
 // Grows, never shrinks; 64-byte aligned, 2-MiB aligned on large pages from that size on. Growing forgets what it held.
