@@ -9,6 +9,7 @@ instead of changing a copy that nobody reads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class LogicalWeight(torch.Tensor):
         values = kt.dequantize(self.rows(), self.weight_type, self.dtype)
         return values.t() if self.transposed else values
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = "packed" if self.packed else "rows"
         return (
             f"LogicalWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
@@ -136,7 +137,7 @@ class LogicalWeight(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LogicalWeight:
-        return self.clone()
+        return _clone(self)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["qweight"], (
@@ -168,7 +169,7 @@ class LogicalWeight(torch.Tensor):
             return args[0]
         elif func in _MEMORY:
             raise TypeError(f"{func.__name__}: the weight of a quantized module has no float memory; {_ADVICE}")
-        elif func == torch.Tensor.data.__set__:
+        elif func == _SET_DATA:
             _read_only("weight.data = ...")
         elif func in _REQUIRES_GRAD and (*args[1:], *kwargs.values(), True)[0]:
             _read_only("requires_grad = True")
@@ -177,7 +178,9 @@ class LogicalWeight(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -197,7 +200,8 @@ _MEMORY = {
     torch.Tensor.storage,
     torch.Tensor.untyped_storage,
 }
-_REQUIRES_GRAD = {torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = {torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_}  # type: ignore[attr-defined]
 
 
 def _read_only(what: str) -> None:
@@ -205,6 +209,15 @@ def _read_only(what: str) -> None:
         f"{what}: the weight of a quantized module is a read-only view of its bytes, so this would change nothing; "
         f"{_ADVICE}, or put new values into the module with `ktlinear.nn.Linear.from_linear`"
     )
+
+
+def _refusal(name: str) -> Callable[[LogicalWeight, Any], None]:
+    return lambda self, other: _read_only(name)
+
+
+# torch.Tensor's own turn a TypeError into NotImplemented, and Python would then take `w += x` for `w = w + x`.
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+    setattr(LogicalWeight, f"__i{_name}__", _refusal(f"__i{_name}__"))
 
 
 def _refuse_writes_and_views(func: Any, args: Any, kwargs: Any) -> None:
@@ -313,7 +326,7 @@ def embedding(
     return kt.embedding(indices, qweight, weight_type, dtype)
 
 
-_HANDLERS = {
+_HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.linear.default: _functional_linear,
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,

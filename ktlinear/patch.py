@@ -256,7 +256,9 @@ def _plan(group: list[tuple[str, nn.Module, str]], wanted: Callable[[str, nn.Mod
     if reason is not None:
         return leave(reason)
     note = "" if chosen is asked else f"the block of {asked.name} does not divide K = {weight.shape[1]}"
-    embeddings = [(name, module) for name, module, _ in group if isinstance(module, nn.Embedding)]
+    embeddings: list[tuple[str, _Layer]] = [
+        (name, module) for name, module, _ in group if isinstance(module, nn.Embedding)
+    ]
     return _Plan(linears + embeddings, chosen, note, weight.nbytes)
 
 
