@@ -20,8 +20,7 @@ namespace ktlinear::tinyblas::KT_TIER {
 // Bytes that the tiles of one panel fetch ahead: `count` streams of `bytes` each, `stride` apart.
 struct NextSlice {
   const char* p;
-  int64_t stride, bytes;
-  int count;
+  int64_t stride, bytes, count;
 };
 
 struct Tile {

@@ -1,1 +1,355 @@
+// int8 mode: x quantized per 32 elements, integer products, exact sums inside a group, fp32 across groups.
+//
+//   y = sum over groups of  s * dx * isum  [ + m * dx * xsum ],   isum = sum of (u - offset) * q,   x ~ dx * q,   xsum = sum of q
+//
+// From integer to both scales in two FMAs: a group's sum starts at the bits of the float MAGIC = 1.5 * 2^23, minus
+// offset * xsum. While |isum| < 2^22 the sum, read as a float, is exactly MAGIC + isum, so
+//   t = fma(sum, dx, -MAGIC * dx) = dx * isum, rounded once;   C = fma(t, s, C)
+// dx is rounded up to 12 significant bits, which makes MAGIC * dx exact.
+//
+// Quantized x, for each K slice, for each tile of R rows, for each group: one record of R * 44 bytes
+//   | R x 32 int8 q | R x start | R x fp32 dx | R x fp32 -MAGIC * dx |
+//   start: int32 MAGIC - offset * xsum; for a format with minima fp32 dx * xsum (its sums start at MAGIC)
+//
+// Special values: a group with NaN or infinity has dx = NaN, and so has its output; a group whose amax is below 2^-118 (its
+// scale would be subnormal) counts as zero; amax above 2^100 would overflow MAGIC * dx and is refused: the caller goes exact.
 #pragma once
+
+#include <type_traits>
+
+#include "formats_list.h"
+#include "gemm.h"
+#include "records.h"
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+inline constexpr int32_t kMagicBits = 0x4B400000;
+inline constexpr float kMagic = 12582912.f;
+inline constexpr int kRowBytes = 44;  // of one row of x in one group
+inline constexpr int kPanelVectors = kPanelRows / kLanes;
+
+template <class D>
+using DotFor = std::conditional_t<(D::kMaxCode > 15), DotWide, Dot>;
+
+template <class D>
+KT_INLINE int64_t padded_groups(int64_t k) {
+  return ceil_div(k, D::kGroups * 32) * D::kGroups;
+}
+// First record of the tile at `row`, for the K slice [k, k + kc).
+template <class D>
+KT_INLINE int64_t record_offset(int64_t m, int64_t row, int64_t k, int64_t kc) {
+  return (k / 32 * m + row * padded_groups<D>(kc)) * kRowBytes;
+}
+
+template <class D>
+KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int r, int rows) {
+  I32 peak = splat_i32(0);
+  KT_UNROLL for (const F32& v : x) peak = max_i32(peak, band(as_i32(v), splat_i32(0x7FFFFFFF)));
+  const int32_t amax_bits = max_lane(peak);  // ordered like the magnitudes, NaN above infinity above all others
+  const float amax = bits_as<float>(amax_bits);
+  int8_t* q = reinterpret_cast<int8_t*>(record) + r * 32;
+  uint8_t* meta = record + rows * 32 + r * 4;
+  float dx = 0;
+  int32_t xsum = 0;
+  if (amax_bits >= 0x7F800000) {
+    dx = __builtin_nanf("");
+    std::memset(q, 0, 32);
+  } else if (amax > 0x1p100f) {
+    return false;
+  } else if (amax < 0x1p-118f) {
+    std::memset(q, 0, 32);
+  } else {
+    dx = bits_as<float>((bits_as<uint32_t>(amax / 127.f) + 0xFFFu) & 0xFFFFF000u);
+    const F32 inverse = set1(1.f / dx);
+    I32 total = splat_i32(0);
+    KT_UNROLL for (int i = 0; i < 32 / kLanes; i++) {
+      const I32 v = round_i32(mul(x[i], inverse));
+      store_i8(q + i * kLanes, v);
+      total = add_i32(total, v);
+    }
+    xsum = sum_lanes(total);
+  }
+  constexpr int offset = DotFor<D>::kOffset ? D::kOffset : 0;
+  const float f[3] = {D::kHasMinimum ? dx * static_cast<float>(xsum) : bits_as<float>(kMagicBits - offset * xsum), dx, -kMagic * dx};
+  KT_UNROLL for (int i = 0; i < 3; i++) std::memcpy(meta + i * rows * 4, &f[i], 4);
+  return true;
+}
+
+// Tiles [begin, end) of x.
+template <class D>
+KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; t++) {
+    const int64_t row = tile_begin(p.m, plan.tiles, t);
+    const int rows = static_cast<int>(tile_begin(p.m, plan.tiles, t + 1) - row);
+    for (int64_t k0 = 0; k0 < p.k; k0 += plan.kc) {
+      const int64_t kc = min_of<int64_t>(plan.kc, p.k - k0), groups = padded_groups<D>(kc);
+      uint8_t* o = out + record_offset<D>(p.m, row, k0, kc);
+      for (int r = 0; r < rows; r++) {
+        const int64_t x = (row + r) * p.ldx + k0;
+        for (int64_t g = 0; g < groups; g++) {
+          F32 v[32 / kLanes];
+          KT_UNROLL for (int i = 0; i < 32 / kLanes; i++)
+            v[i] = g * 32 < kc ? load_float(p.x, p.x_type, x + g * 32 + i * kLanes) : zero();
+          if (!quantize_group<D>(v, o + g * rows * kRowBytes, r, rows)) return false;
+        }
+      }
+    }
+  }
+  return true;
+}
+
+// Where a group's sums start, and what they become.
+template <class D>
+KT_INLINE const void* start_of(const float* meta, int r) {
+  static constexpr int32_t magic = kMagicBits;
+  return D::kHasMinimum ? static_cast<const void*>(&magic) : meta + r;
+}
+
+// ---------------------------------------------------------------- small M: weights decoded in registers
+
+inline constexpr int kDirectRows = 8;
+inline constexpr int kDirectKC = 512;   // K slice where several tiles, or rows packed into scratch, share it in L1
+
+// Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums per vector of a panel.
+constexpr int streams(int rows) { return kLanes == 16 ? (rows == 1 ? 8 : rows <= 4 ? 4 : 2) : (rows <= 2 ? 4 : 2); }
+
+// c[P][R][16] (+)= R rows of x by P panels. Per group, panel and vector: 8 decoded steps, 8 R products, 2 R FMAs.
+template <class D, int R, int P>
+KT_NOINLINE void direct_tile(const uint8_t* w, int64_t stride, const uint8_t* x, int64_t records, float* c, int64_t c_stride,
+                             bool accumulate, int64_t ahead) {
+  using Dot = DotFor<D>;
+  F32 acc[P][R][kPanelVectors];
+  KT_UNROLL for (int p = 0; p < P; p++) KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int v = 0; v < kPanelVectors; v++)
+    acc[p][r][v] = accumulate ? load(c + p * c_stride + r * kPanelRows + v * kLanes) : zero();
+  constexpr int lines = D::kRecordBytes / 64;
+  for (int64_t i = 0; i < records; i++, w += D::kRecordBytes) {
+    KT_UNROLL for (int g = 0; g < D::kGroups; g++, x += R * kRowBytes) {
+      const float* meta = reinterpret_cast<const float*>(x + R * 32);
+      KT_UNROLL for (int p = 0; p < P; p++) {
+        const uint8_t* rec = w + p * stride;
+        KT_UNROLL for (int l = lines * g / D::kGroups; l < lines * (g + 1) / D::kGroups; l++) prefetch_l1(rec + ahead + l * 64);
+        KT_UNROLL for (int v = 0; v < kPanelVectors; v++) {
+          I32 a[R];
+          KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::begin(start_of<D>(meta, r));
+          auto step = [&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
+            const I32 u = Dot::weight(D::template code<S>(rec, g, v));
+            KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::one(a[r], u, x + r * 32 + S * 4);
+          };
+          step.template operator()<0>(), step.template operator()<1>(), step.template operator()<2>(), step.template operator()<3>();
+          step.template operator()<4>(), step.template operator()<5>(), step.template operator()<6>(), step.template operator()<7>();
+          const F32 scale = D::scale(rec, g, v);
+          KT_UNROLL for (int r = 0; r < R; r++) {
+            const F32 t = fma(as_f32(Dot::end(a[r], start_of<D>(meta, r))), set1(meta[R + r]), set1(meta[2 * R + r]));
+            acc[p][r][v] = fma(t, scale, acc[p][r][v]);
+          }
+          if constexpr (D::kHasMinimum) {
+            const F32 minimum = D::minimum(rec, g, v);
+            KT_UNROLL for (int r = 0; r < R; r++) acc[p][r][v] = fma(minimum, set1(meta[r]), acc[p][r][v]);
+          }
+        }
+      }
+    }
+  }
+  KT_UNROLL for (int p = 0; p < P; p++) KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int v = 0; v < kPanelVectors; v++)
+    store(c + p * c_stride + r * kPanelRows + v * kLanes, acc[p][r][v]);
+}
+
+template <class D, int R, bool ONE>
+KT_INLINE void direct_streams(const uint8_t* w, int64_t stride, const uint8_t* x, int64_t records, float* c, int64_t c_stride,
+                              bool accumulate, int64_t ahead) {
+  direct_tile<D, R, ONE ? 1 : streams(R)>(w, stride, x, records, c, c_stride, accumulate, ahead);
+}
+template <class D, bool ONE>
+KT_INLINE void direct_rows(int rows, const uint8_t* w, int64_t stride, const uint8_t* x, int64_t records, float* c,
+                           int64_t c_stride, bool accumulate, int64_t ahead) {
+  switch (rows) {
+#define KT_CASE(R) \
+  case R:          \
+    return direct_streams<D, R, ONE>(w, stride, x, records, c, c_stride, accumulate, ahead)
+    KT_CASE(1);
+    KT_CASE(2);
+    KT_CASE(3);
+    KT_CASE(4);
+    KT_CASE(5);
+    KT_CASE(6);
+    KT_CASE(7);
+    KT_CASE(8);
+#undef KT_CASE
+  }
+}
+
+// `count` panels (1, or the tile's number of streams), `run` panels apart, the first at row n; all of x. C is [stream][M][16].
+template <class D>
+KT_INLINE void direct_panels(const Problem& p, const Plan& plan, const uint8_t* x, float* c, uint8_t* scratch, int64_t panel,
+                             int64_t run, int count) {
+  const Records<D> records{p};
+  constexpr int kK = Records<D>::kK;
+  const int64_t c_stride = p.m * kPanelRows;
+  for (int64_t k = 0; k < p.k; k += plan.kc) {
+    const int64_t kc = min_of<int64_t>(plan.kc, p.k - k), n_records = ceil_div(kc, kK);
+    const uint8_t* w = records.packed(panel * kPanelRows, k);
+    int64_t stride = run * records.panel_stride(), ahead = 1152;
+    if (!p.packed) {
+      stride = n_records * D::kRecordBytes, ahead = 0, w = scratch;
+      for (int i = 0; i < count; i++) records.get((panel + i * run) * kPanelRows, k, kc, scratch + i * stride);
+    }
+    for (int t = 0; t < plan.tiles; t++) {
+      const int64_t row = tile_begin(p.m, plan.tiles, t);
+      const int rows = static_cast<int>(tile_begin(p.m, plan.tiles, t + 1) - row);
+      const uint8_t* xt = x + record_offset<D>(p.m, row, k, kc);
+      float* ct = c + row * kPanelRows;
+      if (count == 1)
+        direct_rows<D, true>(rows, w, stride, xt, n_records, ct, c_stride, k > 0, ahead);
+      else
+        direct_rows<D, false>(rows, w, stride, xt, n_records, ct, c_stride, k > 0, ahead);
+    }
+  }
+  for (int i = 0; i < count; i++) {
+    const int64_t n = (panel + i * run) * kPanelRows;
+    for (int64_t m = 0; m < p.m; m++)
+      store_outputs(p, m, n, c + i * c_stride + m * kPanelRows, min_of<int64_t>(kPanelRows, p.n - n));
+  }
+}
+
+// Panels [begin, end): stream i walks the i-th part, each a contiguous run.
+template <class D>
+KT_INLINE void direct(const Problem& p, const Plan& plan, const uint8_t* x, void* scratch, int64_t begin, int64_t end) {
+  float* c = static_cast<float*>(scratch);
+  uint8_t* packed = reinterpret_cast<uint8_t*>(c + int64_t{plan.block_panels} * p.m * kPanelRows);
+  const int64_t run = (end - begin) / plan.block_panels;
+  for (int64_t i = 0; i < run; i++) direct_panels<D>(p, plan, x, c, packed, begin + i, run, plan.block_panels);
+  for (int64_t i = begin + run * plan.block_panels; i < end; i++) direct_panels<D>(p, plan, x, c, packed, i, 1, 1);
+}
+
+// ---------------------------------------------------------------- large M: int8 panels
+
+// Panel, one record per group: | 8 steps x PV vectors of codes | PV vectors of fp32 scales | PV of minima, if the format has them |
+inline constexpr int kIntPanels = kBlocking.int_panels, kPV = kIntPanels * kPanelVectors;
+template <class D>
+inline constexpr int kGroupBytes = (8 + 1 + D::kHasMinimum) * kPV * kLanes * 4;
+
+// C[R][kIntPanels * 16] (+)= R rows of x by the panel. Per group and vector of sums: 8 products, 2 FMAs (3 with minima):
+// ceiling 80 % (73 %) of the product's peak where it shares its ports with the FMA.
+//   zmm vpdpbusd, 6 x 2: 12 int32 sums + 12 fp32 sums + 2 weights + 1 broadcast = 27 of 32 registers
+//   ymm: C stays in L1: 12 (or 8) int32 sums + 2 weights + 1 broadcast (+ 1 product) of 16
+template <class D, int R>
+KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, float* c, bool accumulate, const char* fetch,
+                           int fetch_step) {
+  using Dot = DotFor<D>;
+  constexpr int width = kPV * kLanes;
+  F32 acc[R][kPV];
+  auto each = [&](auto f) KT_ALWAYS_INLINE_LAMBDA {
+    KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int v = 0; v < kPV; v++) f(r, v, c + r * width + v * kLanes);
+  };
+  if constexpr (kBlocking.c_in_registers)
+    each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { acc[r][v] = zero(), prefetch_l1(p); });
+  else if (!accumulate)
+    each([&](int, int, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, zero()); });
+  for (int64_t g = 0; g < groups; g++, w += kGroupBytes<D>, x += R * kRowBytes, fetch += fetch_step) {
+    for (int i = 0; i < fetch_step; i += 64) prefetch_l2(fetch + i);
+    const float* meta = reinterpret_cast<const float*>(x + R * 32);
+    I32 a[R][kPV];
+    KT_UNROLL for (int r = 0; r < R; r++) {
+      a[r][0] = Dot::begin(start_of<D>(meta, r));
+      KT_UNROLL for (int v = 1; v < kPV; v++) a[r][v] = a[r][0];
+    }
+    KT_UNROLL for (int s = 0; s < 8; s++) {
+      I32 u[kPV];
+      KT_UNROLL for (int v = 0; v < kPV; v++) u[v] = load_i(w + (s * kPV + v) * kLanes * 4);
+      KT_UNROLL for (int r = 0; r < R; r++) Dot::row(a[r], u, x + r * 32 + s * 4);
+    }
+    const float* scales = reinterpret_cast<const float*>(w + 8 * kPV * kLanes * 4);
+    F32 scale[kPV];
+    KT_UNROLL for (int v = 0; v < kPV; v++) scale[v] = load(scales + v * kLanes);
+    each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA {
+      const F32 t = fma(as_f32(Dot::end(a[r][v], start_of<D>(meta, r))), set1(meta[R + r]), set1(meta[2 * R + r]));
+      F32 sum = fma(t, scale[v], kBlocking.c_in_registers ? acc[r][v] : load(p));
+      if constexpr (D::kHasMinimum) sum = fma(load(scales + (kPV + v) * kLanes), set1(meta[r]), sum);
+      if constexpr (kBlocking.c_in_registers)
+        acc[r][v] = sum;
+      else
+        store(p, sum);
+    });
+  }
+  if constexpr (kBlocking.c_in_registers)
+    each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, accumulate ? add(acc[r][v], load(p)) : acc[r][v]); });
+}
+
+template <class D>
+struct KernelInt8 {
+  static constexpr int kWidth = kIntPanels * kPanelRows, kTileRows = kBlocking.int_mr;
+  static constexpr int64_t panel_bytes(int64_t kc) {
+    // K slice's panel, and room for its records where plain rows are packed first
+    return padded_groups<D>(kc) * kGroupBytes<D> + ceil_div(kc, Records<D>::kK) * D::kRecordBytes;
+  }
+
+  const Problem& p;
+  const Plan& plan;
+  Records<D> records;
+
+  void fill(int64_t n, int64_t k, int64_t kc, void* panel) const {
+    const int64_t groups = padded_groups<D>(kc);
+    uint8_t* out = static_cast<uint8_t*>(panel);
+    for (int i = 0; i < kIntPanels; i++) {
+      // Past N there may be no panel: decode the last one again, its columns are never stored.
+      const int64_t row = n + i * kPanelRows < p.n ? n + i * kPanelRows : n;
+      const uint8_t* record = records.get(row, k, kc, out + groups * kGroupBytes<D>);
+      for (int64_t g = 0; g < groups; g++) {
+        uint8_t* o = out + g * kGroupBytes<D> + i * kPanelVectors * kLanes * 4;
+        decode(record + g / D::kGroups * D::kRecordBytes, static_cast<int>(g % D::kGroups), o);
+      }
+    }
+  }
+  NextSlice next(int64_t n, int64_t k, int64_t kc) const { return records.next(n, k, kc, kIntPanels); }
+
+  void tile(const Tile& t) const {
+    const uint8_t* x = static_cast<const uint8_t*>(t.x) + record_offset<D>(p.m, t.row, t.k, t.kc);
+    const uint8_t* w = static_cast<const uint8_t*>(t.panel);
+    const int64_t groups = padded_groups<D>(t.kc);
+    switch (t.rows) {
+#define KT_CASE(R) \
+  case R:          \
+    if constexpr (R <= kTileRows) return tile_int8<D, R>(x, w, groups, t.c, t.accumulate, t.fetch, t.fetch_step)
+      KT_CASE(1);
+      KT_CASE(2);
+      KT_CASE(3);
+      KT_CASE(4);
+      KT_CASE(5);
+      KT_CASE(6);
+#undef KT_CASE
+    }
+  }
+
+ private:
+  KT_INLINE static void decode(const uint8_t* record, int group, uint8_t* out) {
+    constexpr int bytes = kLanes * 4;
+    KT_UNROLL for (int v = 0; v < kPanelVectors; v++) {
+      auto step = [&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
+        store_i(out + (S * kPV + v) * bytes, DotFor<D>::weight(D::template code<S>(record, group, v)));
+      };
+      step.template operator()<0>(), step.template operator()<1>(), step.template operator()<2>(), step.template operator()<3>();
+      step.template operator()<4>(), step.template operator()<5>(), step.template operator()<6>(), step.template operator()<7>();
+      store(reinterpret_cast<float*>(out + (8 * kPV + v) * bytes), D::scale(record, group, v));
+      if constexpr (D::kHasMinimum) store(reinterpret_cast<float*>(out + (9 * kPV + v) * bytes), D::minimum(record, group, v));
+    }
+  }
+};
+
+template <class D>
+KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
+  if (p.m <= kBlocking.direct_max) {
+    plan.path = kDirect;
+    plan.tiles = static_cast<int>(ceil_div(p.m, kDirectRows));
+    plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? p.k : min_of<int64_t>(kDirectKC, p.k));
+    plan.block_panels = streams(static_cast<int>(ceil_div(p.m, plan.tiles)));
+    plan.prepare_units = plan.tiles;
+    plan.compute_units = panel_count(p.n);
+    plan.scratch_bytes = int64_t{plan.block_panels} * (p.m * kPanelRows * 4 + (p.packed ? 0 : ceil_div(plan.kc, D::kGroups * 32) * D::kRecordBytes));
+  } else {
+    plan.path = kInt8;
+    plan_gemm<KernelInt8<D>>(plan, p, threads, kBlocking.int_kc, kBlocking.int_block_panels);
+  }
+  plan.activation_bytes = record_offset<D>(p.m, 0, p.k + D::kGroups * 32, 0);
+}
+
+}  // namespace ktlinear::tinyblas::KT_TIER

@@ -8,11 +8,10 @@ namespace ktlinear::tinyblas::KT_TIER {
 inline constexpr int kChains = kLanes == 16 ? 24 : 12;  // enough to hide four to five cycles of latency on two ports
 
 static int64_t limit_fma(int64_t iterations) {
-  F32 acc[kChains];
-  KT_UNROLL for (int i = 0; i < kChains; i++) acc[i] = set1(1.f);
-  F32 a = set1(0.999f), b = set1(0.001f);
+  F32 acc[kChains];  // different values, or the compiler merges the chains
+  KT_UNROLL for (int i = 0; i < kChains; i++) acc[i] = set1(1.f + 0.01f * static_cast<float>(i));
+  const F32 a = set1(0.999f), b = set1(0.001f);
   for (int64_t n = 0; n < iterations; n++) {
-    asm volatile("" : "+m"(iterations));  // the loop is not to be folded
     KT_UNROLL for (int i = 0; i < kChains; i++) acc[i] = fma(acc[i], a, b);
   }
   F32 total = zero();

@@ -6,35 +6,13 @@
 //   int8     large M: x quantized per 32, W decoded to int8 panels (gemm_int8.h)
 #pragma once
 
-#include "formats_list.h"
 #include "gemm_f32.h"
-#include "pack.h"
+#include "records.h"
+#ifdef KT_HAS_DOT  // simd/*_dot.h: the tier has an int8 product worth using
+#include "int8.h"
+#endif
 
 namespace ktlinear::tinyblas::KT_TIER {
-
-enum Path { kExact, kDirect, kInt8 };
-
-// Records of 16 rows of W from row n on, for K in [k, k + kc): where they lie in a packed matrix, or packed into `scratch` first.
-template <class D>
-struct Records {
-  static constexpr int kK = D::kGroups * 32;
-  const Problem& p;
-  int64_t panel_stride() const { return ceil_div(p.k, kK) * D::kRecordBytes; }
-  const uint8_t* packed(int64_t n, int64_t k) const {
-    return static_cast<const uint8_t*>(p.w) + n / kPanelRows * panel_stride() + k / kK * D::kRecordBytes;
-  }
-  const uint8_t* get(int64_t n, int64_t k, int64_t kc, uint8_t* scratch) const {
-    if (p.packed) return packed(n, k);
-    const int valid = static_cast<int>(min_of<int64_t>(kPanelRows, p.n - n));
-    pack_records<D>(static_cast<const uint8_t*>(p.w) + n * p.ldw, p.ldw, valid, p.k, k / kK, ceil_div(k + kc, kK), scratch);
-    return scratch;
-  }
-  NextSlice next(int64_t n, int64_t k, int64_t kc, int panels) const {
-    if (p.packed) return {reinterpret_cast<const char*>(packed(n, k)), panel_stride(), ceil_div(kc, kK) * D::kRecordBytes, panels};
-    return {static_cast<const char*>(p.w) + n * p.ldw + k / 32 * D::kBlockBytes, p.ldw, kc / 32 * D::kBlockBytes,
-            panels * kPanelRows};
-  }
-};
 
 // ---------------------------------------------------------------- exact
 
@@ -47,17 +25,15 @@ struct DecodedRows {
   // 64 bytes of a step are [16 rows][4 k]: byte j of each 32-bit lane is one k of all rows, ready to be converted.
   void fill(int64_t n, int vectors, int64_t k, int64_t kc, float* panel) const {
     alignas(64) uint8_t scratch[kExactKC / Records<D>::kK * D::kRecordBytes];
-    constexpr int per_panel = kPanelRows / kLanes;
-    for (int done = 0; done < vectors; done += per_panel, n += kPanelRows, panel += kPanelRows) {
-      const uint8_t* record = records.get(n, k, kc, scratch);
-      for (int64_t g = 0; g < kc / 32; g++) {
-        const uint8_t* rec = record + g / D::kGroups * D::kRecordBytes;
-        const int group = static_cast<int>(g % D::kGroups);
-        KT_UNROLL for (int v = 0; v < per_panel; v++) decode(rec, group, v, panel + g * 32 * kNR + v * kLanes);
-      }
+    const uint8_t* record = nullptr;
+    for (int i = 0; i < vectors; i++, n += kLanes, panel += kLanes) {
+      const int v = static_cast<int>(n % kPanelRows) / kLanes;
+      if (v == 0 || !record) record = records.get(n - n % kPanelRows, k, kc, scratch);
+      for (int64_t g = 0; g < kc / 32; g++)
+        decode(record + g / D::kGroups * D::kRecordBytes, static_cast<int>(g % D::kGroups), v, panel + g * 32 * kNR);
     }
   }
-  NextSlice next(int64_t n, int64_t k, int64_t kc) const { return records.next(n, k, kc, kNR / kPanelRows > 0 ? kNR / kPanelRows : 1); }
+  NextSlice next(int64_t n, int64_t k, int64_t kc) const { return records.next(n, k, kc, ceil_div(kNR, kPanelRows)); }
 
  private:
   KT_INLINE static void decode(const uint8_t* record, int group, int v, float* out) {
@@ -76,15 +52,6 @@ struct DecodedRows {
     step.template operator()<4>(), step.template operator()<5>(), step.template operator()<6>(), step.template operator()<7>();
   }
 };
-static_assert(kNR % kPanelRows == 0 || kPanelRows % kNR == 0);
-
-}  // namespace ktlinear::tinyblas::KT_TIER
-
-#ifdef KT_HAS_DOT  // simd/*_dot.h: the tier has an int8 product worth using
-#include "int8.h"
-#endif
-
-namespace ktlinear::tinyblas::KT_TIER {
 
 // ---------------------------------------------------------------- the interface
 

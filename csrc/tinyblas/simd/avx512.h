@@ -1,9 +1,14 @@
 // AVX-512 F, BW, DQ, VL: sixteen lanes, 32 registers. See portable.h for what each name does.
 #pragma once
 
-#include <immintrin.h>
-
 #include "../scalar.h"
+
+// GCC 12 takes the deliberately undefined pass-through operand of its own intrinsics for a bug of ours (GCC PR 105593).
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
 
 namespace ktlinear::tinyblas::KT_TIER {
 

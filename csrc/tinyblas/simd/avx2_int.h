@@ -1,0 +1,47 @@
+// Integers for AVX2 and AVX-VNNI. See portable.h for what each name does.
+#pragma once
+
+#include "f16c_fma.h"
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+using I32 = __m256i;
+
+KT_INLINE I32 load_i(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+KT_INLINE void store_i(void* p, I32 v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+KT_INLINE I32 splat_i32(int32_t v) { return _mm256_set1_epi32(v); }
+KT_INLINE I32 splat_i8(uint8_t v) { return _mm256_set1_epi8(static_cast<char>(v)); }
+KT_INLINE I32 band(I32 a, I32 b) { return _mm256_and_si256(a, b); }
+KT_INLINE I32 bxor(I32 a, I32 b) { return _mm256_xor_si256(a, b); }
+template <int N>
+KT_INLINE I32 shift_right_16(I32 v) {
+  return _mm256_srli_epi16(v, N);
+}
+KT_INLINE F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(v); }
+template <int J>
+KT_INLINE I32 byte(I32 v) {
+  return _mm256_and_si256(_mm256_srli_epi32(v, 8 * J), _mm256_set1_epi32(255));
+}
+
+// For the quantization of activations.
+KT_INLINE F32 as_f32(I32 v) { return _mm256_castsi256_ps(v); }
+KT_INLINE I32 as_i32(F32 v) { return _mm256_castps_si256(v); }
+KT_INLINE I32 max_i32(I32 a, I32 b) { return _mm256_max_epi32(a, b); }
+KT_INLINE I32 add_i32(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
+KT_INLINE int32_t max_lane(I32 v) {
+  __m128i q = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0x4E));
+  return _mm_cvtsi128_si32(_mm_max_epi32(q, _mm_shuffle_epi32(q, 0xB1)));
+}
+KT_INLINE int32_t sum_lanes(I32 v) {
+  __m128i q = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xB1)));
+}
+KT_INLINE I32 round_i32(F32 v) { return _mm256_cvtps_epi32(v); }
+KT_INLINE void store_i8(int8_t* p, I32 v) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+
+}  // namespace ktlinear::tinyblas::KT_TIER

@@ -1,0 +1,32 @@
+// Integers for the tiers without AVX2: 256 bits as two 128-bit halves.
+#pragma once
+
+#include "avx_f32.h"
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+struct I32 {
+  __m128i lo, hi;
+};
+
+KT_INLINE I32 load_i(const void* p) {
+  const __m128i* q = static_cast<const __m128i*>(p);
+  return {_mm_loadu_si128(q), _mm_loadu_si128(q + 1)};
+}
+KT_INLINE I32 splat_i32(int32_t v) { return {_mm_set1_epi32(v), _mm_set1_epi32(v)}; }
+KT_INLINE I32 splat_i8(uint8_t v) { return splat_i32(static_cast<int32_t>(v * 0x01010101u)); }
+KT_INLINE I32 band(I32 a, I32 b) { return {_mm_and_si128(a.lo, b.lo), _mm_and_si128(a.hi, b.hi)}; }
+KT_INLINE I32 bxor(I32 a, I32 b) { return {_mm_xor_si128(a.lo, b.lo), _mm_xor_si128(a.hi, b.hi)}; }
+template <int N>
+KT_INLINE I32 shift_right_16(I32 v) {
+  return {_mm_srli_epi16(v.lo, N), _mm_srli_epi16(v.hi, N)};
+}
+KT_INLINE F32 to_f32(I32 v) {
+  return _mm256_cvtepi32_ps(_mm256_insertf128_si256(_mm256_castsi128_si256(v.lo), v.hi, 1));
+}
+template <int J>
+KT_INLINE I32 byte(I32 v) {
+  return band(I32{_mm_srli_epi32(v.lo, 8 * J), _mm_srli_epi32(v.hi, 8 * J)}, splat_i32(255));
+}
+
+}  // namespace ktlinear::tinyblas::KT_TIER

@@ -1,0 +1,4 @@
+#define KT_TIER amd_avx2
+#include "simd/avx2_dot.h"
+
+#include "mixmul.h"

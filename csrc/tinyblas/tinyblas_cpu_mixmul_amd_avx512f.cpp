@@ -1,0 +1,4 @@
+#define KT_TIER amd_avx512f
+#include "simd/avx512f_dot.h"
+
+#include "mixmul.h"

@@ -1,0 +1,4 @@
+#define KT_TIER amd_avx512vnni
+#include "simd/avx512vnni_dot.h"
+
+#include "mixmul.h"

@@ -1,0 +1,5 @@
+#define KT_TIER amd_zen4
+#include "simd/avx512vnni_dot.h"
+
+#include "limits.h"
+#include "sgemm.h"
