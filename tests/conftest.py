@@ -1,0 +1,39 @@
+"""Fixtures and the measure of error that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import ktlinear
+from ktlinear import _cpu, _loader
+
+
+@pytest.fixture(params=list(_cpu.TIERS))
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every tier of this architecture, in use while the test runs."""
+    name = request.param
+    if name not in _loader.compiled_isas():
+        pytest.skip(f"{name} is not compiled in (this is a build of {', '.join(_loader.compiled_isas())})")
+    if lacks := _cpu.missing(name, _cpu.features()):
+        pytest.skip(f"this CPU cannot run {name}: it lacks {', '.join(lacks)}")
+    with ktlinear.use_isa(name):
+        yield name
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def relative_error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> float:
+    """RMS of y - (x @ weight.T + bias), computed in float64, relative to the RMS of what such a sum amounts to.
+
+    The scale is the root of the sum of the squared products, not the sum itself, which may cancel.
+    """
+    x, weight = x.double().reshape(-1, x.shape[-1]), weight.double()
+    expected = torch.nn.functional.linear(x, weight, None if bias is None else bias.double())
+    scale = (x.square() @ weight.square().t() + (0 if bias is None else bias.double().square())).mean().sqrt()
+    return ((y.double().reshape(expected.shape) - expected).square().mean().sqrt() / scale).item()

@@ -1,0 +1,390 @@
+"""The operators against float64 and the `gguf` package, and what PyTorch expects of an operator."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import relative_error
+
+import ktlinear
+from ktlinear import WeightType, ops
+
+kt = torch.ops.kt
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+QUANTIZED = [t for t, f in ops.FORMATS.items() if f.packed_k]
+ROUNDING = {torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}  # RMS of rounding the result, with room
+MS = (1, 2, 3, 5, 8, 13, 16, 17, 33, 70)
+
+
+def oracle_quantize(weight: torch.Tensor, t: WeightType) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType(t)))
+
+
+def oracle_dequantize(rows: torch.Tensor, t: WeightType) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType(t)))
+
+
+def random_rows(n: int, k: int, t: WeightType) -> torch.Tensor:
+    """GGUF rows uint8 [n, row_bytes] with outliers, made by the oracle."""
+    weight = torch.randn(n, k)
+    weight[torch.rand(n, k) < 0.01] *= 8
+    return oracle_quantize(weight, t)
+
+
+# ------------------------------------------------------------------------------------------------ floats
+
+
+@pytest.mark.parametrize("weight_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_float_weights_match_float64(isa: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    for n, k in ((1, 1), (13, 33), (35, 160), (100, 515)):
+        weight, bias = torch.randn(n, k).to(weight_dtype), torch.randn(n).to(weight_dtype)
+        for m in MS:
+            x = torch.randn(m, k).to(dtype)
+            y = kt.linear(x, weight, bias)
+            assert y.dtype == dtype and y.shape == (m, n)
+            assert relative_error(y, x, weight, bias) < ROUNDING[dtype], (m, n, k)
+
+
+@pytest.mark.parametrize("bias_dtype", FLOATS)
+def test_bias_of_any_float_type(isa: str, bias_dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(5, 40), torch.randn(19, 40), torch.randn(19).to(bias_dtype)
+    assert relative_error(kt.linear(x, weight, bias), x, weight, bias) < 1e-6
+
+
+def test_many_rows_are_computed_in_chunks(isa: str) -> None:
+    x, weight = torch.randn(1100, 48), torch.randn(21, 48)
+    assert relative_error(kt.linear(x, weight), x, weight) < 1e-6
+    rows = kt.quantize(weight[:, :32], WeightType.Q8_0)
+    with ktlinear.exact():
+        y = kt.linear(x[:, :32], rows, None, WeightType.Q8_0)
+    assert relative_error(y, x[:, :32], oracle_dequantize(rows, WeightType.Q8_0)) < 1e-6
+
+
+# ------------------------------------------------------------------------------------------------ quantized weights
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+@pytest.mark.parametrize("packed", (False, True), ids=("rows", "packed"))
+def test_quantized_weights_match_gguf(isa: str, weight_type: WeightType, packed: bool) -> None:
+    for n, k in ((1, 32), (13, 96), (35, 160), (64, 64), (100, 544)):
+        rows = random_rows(n, k, weight_type)
+        weight = oracle_dequantize(rows, weight_type)
+        panels = kt.pack(rows, weight_type)
+        bias = torch.randn(n)
+        for m in MS:
+            x = torch.randn(m, k)
+
+            def linear(x: torch.Tensor) -> torch.Tensor:
+                if packed:
+                    return kt.linear_packed(x, panels, bias, n, weight_type)  # noqa: B023
+                return kt.linear(x, rows, bias, weight_type)  # noqa: B023
+
+            with ktlinear.exact():
+                assert relative_error(linear(x), x, weight, bias) < 1e-5, ("exact", m, n, k)
+            # Small matrices average little, so a single one may lie above the 0.6 % of many.
+            assert relative_error(linear(x), x, weight, bias) < (0.02 if m * n < 64 else 0.01), ("int8", m, n, k)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantized_weights_take_any_input_type(isa: str, dtype: torch.dtype) -> None:
+    rows = random_rows(50, 320, WeightType.Q4_1)
+    weight = oracle_dequantize(rows, WeightType.Q4_1)
+    for m in (1, 4, 40):
+        x = torch.randn(m, 320).to(dtype)
+        y = kt.linear(x, rows, None, WeightType.Q4_1)
+        assert y.dtype == dtype
+        assert relative_error(y, x, weight) < 0.011
+        with ktlinear.exact():
+            assert relative_error(kt.linear(x, rows, None, WeightType.Q4_1), x, weight) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("m", (1, 20))
+def test_activations_too_large_for_int8_are_computed_exactly(isa: str, m: int) -> None:
+    rows = random_rows(24, 64, WeightType.Q8_0)
+    x = torch.randn(m, 64) * 2.0**101
+    with ktlinear.exact():
+        expected = kt.linear(x, rows, None, WeightType.Q8_0)
+    assert expected.isfinite().all()
+    y = kt.linear(x, rows, None, WeightType.Q8_0)
+    assert relative_error(y / 2.0**101, x / 2.0**101, oracle_dequantize(rows, WeightType.Q8_0)) < 0.01
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_nan_and_infinity_are_never_made_finite(isa: str, value: float) -> None:
+    rows = random_rows(20, 96, WeightType.Q4_0)
+    for m in (1, 3, 33):
+        x = torch.randn(m, 96)
+        x[m // 2, 40] = value
+        for y in (kt.linear(x, rows, None, WeightType.Q4_0), kt.linear(x, torch.randn(20, 96))):
+            finite = y.isfinite().all(dim=1)
+            assert finite.sum() == m - 1 and not y[m // 2].isfinite().any()
+
+
+# ------------------------------------------------------------------------------------------------ geometry
+
+
+def test_strided_transposed_and_expanded_tensors(isa: str) -> None:
+    base = torch.randn(12, 80)
+    weight = torch.randn(40, 27)
+    inputs = {
+        "every second column": base[:, ::2],
+        "a slice of columns": base[:, 10:50],
+        "transposed": torch.randn(40, 9).t(),
+        "every second row": base[::2, :40],
+        "expanded": torch.randn(1, 40).expand(6, 40),
+        "expanded to three dimensions": torch.randn(3, 1, 40).expand(3, 5, 40),
+        "three dimensions, two swapped": torch.randn(4, 3, 40).transpose(0, 1),
+        "three dimensions with one leading stride": torch.randn(4, 3, 80)[..., :40],
+        "misaligned": torch.randn(9 * 40 + 1)[1:].view(9, 40),
+    }
+    weights = {
+        "transposed": weight.t(),
+        "contiguous": weight.t().contiguous(),
+        "a slice of columns": torch.randn(27, 90)[:, 3:43],
+        "every second row": torch.randn(54, 40)[::2],
+        "expanded": torch.randn(1, 40).expand(27, 40),
+    }
+    for name, x in inputs.items():
+        for weight_name, w in weights.items():
+            bias = torch.randn(54)[::2]
+            y = kt.linear(x, w, bias)
+            assert y.is_contiguous() and y.shape == (*x.shape[:-1], 27)
+            assert relative_error(y, x, w, bias) < 1e-6, (name, weight_name)
+
+
+def test_strided_quantized_rows(isa: str) -> None:
+    rows = random_rows(30, 64, WeightType.Q4_0)
+    wide = torch.zeros(30, rows.shape[1] + 5, dtype=torch.uint8)
+    wide[:, 3:-2] = rows
+    x = torch.randn(2, 64)
+    for m in (1, 2):
+        expected = kt.linear(x[:m], rows, None, WeightType.Q4_0)
+        assert torch.equal(kt.linear(x[:m], wide[:, 3:-2], None, WeightType.Q4_0), expected)
+        assert torch.equal(kt.linear(x[:m], rows.t().contiguous().t(), None, WeightType.Q4_0), expected)
+        assert torch.equal(kt.linear(x[:m], wide[::2, 3:-2], None, WeightType.Q4_0), expected[:, ::2])
+
+
+def test_float_weights_as_bytes() -> None:
+    x = torch.randn(3, 20)
+    for t, dtype in ((WeightType.F32, torch.float32), (WeightType.F16, torch.float16), (WeightType.BF16, torch.bfloat16)):
+        weight = torch.randn(7, 20).to(dtype)
+        rows = weight.view(torch.uint8)
+        odd = torch.zeros(rows.numel() + 1, dtype=torch.uint8)[1:].view(rows.shape).copy_(rows)
+        assert torch.equal(kt.linear(x, rows, None, t), kt.linear(x, weight))
+        assert torch.equal(kt.linear(x, odd, None, t), kt.linear(x, weight))
+        assert torch.equal(kt.dequantize(odd, t, torch.float32), weight.float())
+
+
+@pytest.mark.parametrize("shape", ((20,), (1, 20), (2, 3, 20), (2, 1, 3, 2, 20)))
+def test_any_number_of_leading_dimensions(shape: tuple[int, ...]) -> None:
+    x, weight, bias = torch.randn(shape), torch.randn(6, 20), torch.randn(6)
+    torch.testing.assert_close(kt.linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("m, n, k", ((0, 5, 32), (3, 0, 32), (3, 5, 0), (0, 0, 0), (0, 5, 0)))
+def test_empty_dimensions_give_what_linear_gives(isa: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(2, m, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+    assert torch.equal(kt.linear(x, weight, bias), F.linear(x, weight, bias))
+    assert torch.equal(kt.linear(x, weight), F.linear(x, weight))
+    t = WeightType.Q4_0
+    rows = torch.zeros(n, ops.row_bytes(t, k), dtype=torch.uint8)
+    panels = kt.pack(rows, t)
+    assert panels.shape == ops.packed_shape(t, n, k)
+    assert torch.equal(kt.linear(x, rows, bias, t), F.linear(x, torch.zeros(n, k).to(dtype), bias))
+    assert torch.equal(kt.linear_packed(x, panels, bias, n, t), F.linear(x, torch.zeros(n, k).to(dtype), bias))
+    assert torch.equal(kt.unpack(panels, n, k, t), rows)
+    assert kt.dequantize(rows, t, dtype).shape == (n, k)
+
+
+# ------------------------------------------------------------------------------------------------ conversions
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+def test_conversions_match_gguf(isa: str, weight_type: WeightType) -> None:
+    for n, k in ((1, 32), (17, 96), (40, 2080)):
+        weight = torch.randn(n, k) * torch.rand(n, 1) * 3
+        weight[0, :32] = 0
+        rows = kt.quantize(weight, weight_type)
+        assert torch.equal(rows, oracle_quantize(weight, weight_type))
+        floats = oracle_dequantize(rows, weight_type)
+        panels = kt.pack(rows, weight_type)
+        assert panels.shape == ops.packed_shape(weight_type, n, k)
+        assert torch.equal(kt.unpack(panels, n, k, weight_type), rows)
+        indices = torch.randint(0, n, (3, 5))
+        for dtype in FLOATS:
+            assert torch.equal(kt.dequantize(rows, weight_type, dtype), floats.to(dtype))
+            assert torch.equal(kt.embedding(indices, rows, weight_type, dtype), floats.to(dtype)[indices])
+            y = kt.embedding_packed(indices.int(), panels, n, k, weight_type, dtype)
+            assert torch.equal(y, floats.to(dtype)[indices])
+        for dtype in (torch.float16, torch.bfloat16):
+            half = weight.to(dtype)
+            assert torch.equal(kt.quantize(half, weight_type), oracle_quantize(half.float(), weight_type))
+
+
+def test_conversions_of_float_types_and_strides(isa: str) -> None:
+    weight = torch.randn(6, 40)
+    for t, dtype in ((WeightType.F32, torch.float32), (WeightType.F16, torch.float16), (WeightType.BF16, torch.bfloat16)):
+        rows = kt.quantize(weight, t)
+        assert torch.equal(rows.view(dtype), weight.to(dtype))
+        assert torch.equal(kt.embedding(torch.tensor([4, 0]), rows, t, torch.float32), weight.to(dtype).float()[[4, 0]])
+    rows = kt.quantize(torch.randn(2, 3, 64).transpose(0, 1), WeightType.Q8_0)
+    assert rows.shape == (3, 2, 68)
+    floats = oracle_dequantize(rows, WeightType.Q8_0)
+    assert torch.equal(kt.dequantize(rows.transpose(0, 1), WeightType.Q8_0, torch.float32), floats.transpose(0, 1))
+    importance = torch.rand(64)
+    assert torch.equal(kt.quantize(floats, WeightType.Q4_0, importance), kt.quantize(floats, WeightType.Q4_0))
+
+
+def test_pack_into_memory_of_the_caller() -> None:
+    rows = random_rows(20, 96, WeightType.Q4_1)
+    out = torch.empty(ops.packed_shape(WeightType.Q4_1, 20, 96), dtype=torch.uint8)
+    assert kt._pack_out(out, rows, WeightType.Q4_1) is None
+    assert torch.equal(out, kt.pack(rows, WeightType.Q4_1))
+
+
+def test_geometry_matches_gguf() -> None:
+    assert set(ops.FORMATS) == set(WeightType)
+    for t, f in ops.FORMATS.items():
+        assert (f.block, f.block_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(t)]
+        if f.packed_k:  # lossless and no larger: 16 rows of the same blocks
+            assert f.packed_bytes == 16 * f.packed_k // f.block * f.block_bytes
+    assert ops.row_bytes("q4_0", 96) == 54
+    assert ops.packed_shape(WeightType.Q8_0, 17, 96) == (2, 2176)
+
+
+def test_weight_type_accepts_enum_name_and_id() -> None:
+    for value in (WeightType.Q4_1, "Q4_1", "q4_1", 3):
+        assert ops.weight_type(value) is WeightType.Q4_1
+    for value in ("Q9", 1234, None, 2.0, True):
+        with pytest.raises(ValueError, match=r"weight_type is .*; expected one of F32 \(0\)"):
+            ops.weight_type(value)
+    with pytest.raises(ValueError, match="in_features is 33; expected a multiple of 32 for weight_type Q4_0"):
+        ops.row_bytes("Q4_0", 33)
+    with pytest.raises(ValueError, match="expected one that has a packed layout: Q4_0"):
+        ops.panel_bytes("F32", 32)
+
+
+# ------------------------------------------------------------------------------------------------ PyTorch
+
+
+def samples() -> list[tuple[str, tuple]]:
+    t = WeightType.Q4_0
+    x, weight, bias = torch.randn(2, 5, 64), torch.randn(20, 64), torch.randn(20)
+    rows = kt.quantize(weight, t)
+    panels = kt.pack(rows, t)
+    trained = [v.clone().requires_grad_() for v in (x, weight, bias)]
+    return [
+        ("linear", (*trained,)),
+        ("linear", (x, weight.bfloat16(), None)),
+        ("linear", (trained[0], rows, trained[2], int(t))),
+        ("linear_packed", (trained[0], panels, None, 20, int(t))),
+        ("_linear", (x, rows, bias, int(t))),
+        ("_linear_packed", (x, panels, bias, 20, int(t))),
+        ("pack", (rows, int(t))),
+        ("_pack_out", (torch.empty_like(panels), rows, int(t))),
+        ("unpack", (panels, 20, 64, int(t))),
+        ("quantize", (weight, int(t))),
+        ("dequantize", (rows, int(t), torch.float16)),
+        ("embedding", (torch.tensor([[1, 2]]), rows, int(t), torch.float32)),
+        ("embedding_packed", (torch.tensor([3]), panels, 20, 64, int(t), torch.bfloat16)),
+    ]
+
+
+@pytest.mark.parametrize("index", range(13))
+def test_opcheck(index: int) -> None:
+    """Schema, fake kernel and autograd registration; test_aot_dispatch_dynamic covers dynamic shapes."""
+    name, args = samples()[index]
+    torch.library.opcheck(getattr(kt, name).default, args)
+
+
+def test_compile_with_varying_batch() -> None:
+    rows, bias = random_rows(24, 64, WeightType.Q4_0), torch.randn(24)
+    weight = torch.randn(24, 24)
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(torch.relu(ops.linear(x, rows, bias, WeightType.Q4_0)), weight)
+
+    for m in (3, 7, 12):
+        x = torch.randn(m, 64)
+        expected = kt.linear(torch.relu(kt.linear(x, rows, bias, WeightType.Q4_0)), weight)
+        torch.testing.assert_close(f(x), expected)
+
+
+def test_gradients_of_floats() -> None:
+    for shape in ((4, 6), (2, 3, 6), (6,)):
+        leaves = [torch.randn(s).requires_grad_() for s in (shape, (5, 6), (5,))]
+        doubles = [v.detach().double().requires_grad_() for v in leaves]
+        grad = torch.randn(*shape[:-1], 5)
+        actual = torch.autograd.grad(kt.linear(*leaves), leaves, grad)
+        expected = torch.autograd.grad(F.linear(*doubles), doubles, grad.double())
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e.float())
+
+
+def test_gradients_keep_each_tensors_type() -> None:
+    x, bias = torch.randn(3, 8).bfloat16().requires_grad_(), torch.randn(4).half().requires_grad_()
+    weight = torch.randn(4, 8).requires_grad_()
+    grads = torch.autograd.grad(kt.linear(x, weight, bias).float().sum(), (x, weight, bias))
+    assert [g.dtype for g in grads] == [torch.bfloat16, torch.float32, torch.float16]
+    torch.testing.assert_close(grads[0].float(), weight.detach().sum(0).expand(3, 8), rtol=0.02, atol=0.05)
+    torch.testing.assert_close(grads[1], x.detach().float().sum(0).expand(4, 8), rtol=0.02, atol=0.05)
+    assert torch.equal(grads[2], torch.full((4,), 3.0).half())
+
+
+@pytest.mark.parametrize("packed", (False, True), ids=("rows", "packed"))
+def test_gradients_through_quantized_weights(packed: bool) -> None:
+    t = WeightType.Q4_1
+    rows = random_rows(20, 64, t)
+    x, bias = torch.randn(3, 64, requires_grad=True), torch.randn(20, requires_grad=True)
+    y = kt.linear_packed(x, kt.pack(rows, t), bias, 20, t) if packed else kt.linear(x, rows, bias, t)
+    grad = torch.randn(3, 20)
+    y.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ oracle_dequantize(rows, t))
+    torch.testing.assert_close(bias.grad, grad.sum(0))
+
+
+def test_compiled_gradients() -> None:
+    rows = random_rows(20, 64, WeightType.Q4_0)
+    weight = torch.randn(8, 20, requires_grad=True)
+
+    @torch.compile(fullgraph=True)
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return kt.linear(kt.linear(x, rows, None, 2), weight).square().sum()
+
+    x = torch.randn(3, 64, requires_grad=True)
+    actual = torch.autograd.grad(f(x), (x, weight))
+    expected = torch.autograd.grad(kt.linear(kt.linear(x, rows, None, 2), weight).square().sum(), (x, weight))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-3)
+
+
+def test_python_linear_chooses_by_gradient_and_casts_under_autocast() -> None:
+    x, weight = torch.randn(2, 32), torch.randn(4, 32, requires_grad=True)
+    assert ops.linear(x, weight).requires_grad
+    with torch.no_grad():
+        assert not ops.linear(x, weight).requires_grad
+    rows = kt.quantize(weight.detach(), WeightType.Q8_0)
+    y = ops.linear(x, rows, weight_type="q8_0")
+    assert torch.equal(y, kt._linear(x, rows, None, WeightType.Q8_0))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.linear(x, rows, weight_type=8)
+        assert y.dtype == F.linear(x, weight).dtype == torch.bfloat16
+    assert torch.equal(y, kt._linear(x.bfloat16(), rows, None, 8))
+
+
+def test_meta_tensors_give_shapes() -> None:
+    x = torch.empty(2, 3, 64, device="meta", dtype=torch.bfloat16)
+    rows = torch.empty(20, 36, device="meta", dtype=torch.uint8)
+    y = kt.linear(x, rows, None, WeightType.Q4_0)
+    assert y.device.type == "meta" and y.shape == (2, 3, 20) and y.dtype == torch.bfloat16
+
+
+def test_limits_are_positive(isa: str) -> None:
+    assert kt._limit("fma", 1000, None) > 0
+    assert kt._limit("dot", 1000, None) >= 0
+    assert kt._limit("read", 2, torch.ones(1 << 20)) == 2 * (4 << 20)
