@@ -19,8 +19,9 @@ namespace {
 // Rows of x per pass over the weights: bounds the activation workspace. Larger chunks gain nothing, since a pass over W
 // is paid for by 512 rows already.
 constexpr int64_t kChunkRows = 512;
-// A parallel region costs about 2 us; below this many multiplications (M * N * K) one thread is done sooner.
-constexpr int64_t kSerialWork = int64_t{1} << 17;
+// A parallel region costs some microseconds: with no more multiplications (M * N * K) than these one thread is done sooner.
+// Quantized weights are a quarter of the bytes.
+constexpr int64_t kSerialFloat = int64_t{1} << 17, kSerialQuantized = int64_t{1} << 18;
 // Quantizing fewer activations than this (M * K) takes less than a parallel region.
 constexpr int64_t kSerialPrepare = int64_t{1} << 16;
 
@@ -63,8 +64,10 @@ void fill_with_bias(const Problem& p) {
 void multiply(const Problem& whole) {
   if (whole.m == 0 || whole.n == 0) return;
   if (whole.k == 0) return fill_with_bias(whole);
-  const Kernels& kernels = *(tinyblas::is_float(whole.w_type) ? tier().sgemm : tier().mixmul);
-  const int threads = whole.m * whole.n * whole.k <= kSerialWork ? 1 : pool_threads();
+  const bool is_float = tinyblas::is_float(whole.w_type);
+  const Kernels& kernels = *(is_float ? tier().sgemm : tier().mixmul);
+  const int64_t serial = is_float ? kSerialFloat : kSerialQuantized;
+  const int threads = whole.m * whole.n * whole.k <= serial ? 1 : pool_threads();
   // Chunks of equal height, so that M = 513 is not 512 rows and then a whole pass over W for a single one.
   const int64_t chunks = tinyblas::ceil_div(whole.m, kChunkRows);
   const int64_t height = tinyblas::ceil_div(tinyblas::ceil_div(whole.m, chunks), 16) * 16;
