@@ -34,28 +34,35 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     weight_type: WeightType | None,
-    packed_rows: int | None,
+    packed_shape: tuple[int, int] | None,
 ) -> torch.Tensor:
     """y = input * weight^T + bias, on the cheapest of the operators that will do.
 
     Args:
         input: [..., K], fp32, fp16 or bf16; under ``torch.autocast("cpu")`` it is cast as F.linear would.
-        weight: packed panels (uint8) if `packed_rows` is given, else GGUF rows (uint8) or a float matrix [N, K].
+        weight: packed panels (uint8) if `packed_shape` is given, else GGUF rows (uint8) or a float matrix [N, K].
         bias: [N] or None.
         weight_type: of quantized bytes, None for a float weight.
-        packed_rows: N of a packed weight, None for any other.
+        packed_shape: (N, K) of a packed weight, None for any other.
 
     Returns:
         [..., N] in the (cast) input's dtype.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
     """
-    if packed_rows is None:
+    if packed_shape is None:
         return ops.linear(input, weight, bias, weight_type)
+    out_features, in_features = packed_shape
+    # Panels are padded to whole records: K = 32 and K = 64 have the same bytes, so the operator cannot tell.
+    if input.size(-1) != in_features:
+        raise RuntimeError(f"input has shape {list(input.shape)}; expected [..., {in_features}]")
     # As ops.linear: F.linear's autocast rule, and the operator with autograd only where it is needed.
     if torch.is_autocast_enabled("cpu") and input.dtype in LOGICAL_DTYPES:
         input = input.to(torch.get_autocast_dtype("cpu"))
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
-        return _linear_packed_with_autograd(input, weight, bias, packed_rows, weight_type)
-    return _linear_packed(input, weight, bias, packed_rows, weight_type)
+        return _linear_packed_with_autograd(input, weight, bias, out_features, weight_type)
+    return _linear_packed(input, weight, bias, out_features, weight_type)
 
 
 class LogicalWeight(torch.Tensor):
@@ -238,8 +245,8 @@ def _functional_linear(input: Any, weight: Any, bias: Any = None) -> Any:
         return NotImplemented
     if isinstance(bias, LogicalWeight):
         return NotImplemented
-    rows = weight.out_features if weight.packed else None
-    return linear(input, weight.qweight, bias, weight.weight_type, rows)
+    shape = (weight.out_features, weight.in_features) if weight.packed else None
+    return linear(input, weight.qweight, bias, weight.weight_type, shape)
 
 
 def _mm(input: Any, weight: Any) -> Any:

@@ -333,8 +333,8 @@ class Linear(_QuantizedWeight, nn.Linear):  # type: ignore[override]
         parameters: dict[str, Any] = self._parameters
         weight_type = self._type
         weight = parameters["weight" if weight_type is None else "qweight"]
-        rows = self.out_features if self.packed else None
-        return _logical.linear(input, weight, parameters["bias"], weight_type, rows)
+        shape = (self.out_features, self.in_features) if self.packed else None
+        return _logical.linear(input, weight, parameters["bias"], weight_type, shape)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self._type_repr()}"

@@ -184,9 +184,15 @@ def test_weight_cannot_be_assigned():
         module.reset_parameters()
 
 
-def test_input_of_another_width():
-    with pytest.raises(RuntimeError, match="input"):
-        Linear(64, 4)(torch.zeros(3, 32))
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("k", [32, 96, 0])
+def test_input_of_another_width(packed, k):
+    """Packed panels of K = 32 and K = 64 have the same size: a confusion that only the module can see."""
+    module = Linear(64, 4, packed=packed)
+    with pytest.raises(RuntimeError, match=f"input.*{k}"):
+        module(torch.zeros(3, k))
+    with pytest.raises(RuntimeError, match=f"input.*{k}"):
+        F.linear(torch.zeros(3, k), module.weight)
 
 
 # Gradients and autocast
@@ -269,7 +275,7 @@ def test_built_on_the_meta_device():
     assert module.qweight.is_meta and converted.qweight.is_meta
     assert tuple(converted.qweight.shape) == packed_shape("Q4_0", 37, 96)
     state = Linear.from_linear(make_linear()).state_dict()
-    with pytest.raises(RuntimeError, match="qweight.*meta"):
+    with pytest.raises(RuntimeError, match="qweight.*meta"), pytest.warns(UserWarning, match="bias"):
         module.load_state_dict(state)
     module.load_state_dict(state, assign=True)
     assert torch.equal(module.state_dict()["qweight"], state["qweight"])

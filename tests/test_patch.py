@@ -1,0 +1,382 @@
+"""patch and unpatch: what is swapped, what is left and why, and that models compute the same."""
+
+import copy
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import ktlinear
+from ktlinear.nn import Embedding, Linear
+from ktlinear.ops import WeightType
+from ktlinear.patch import NEXT_BEST, PatchReport, PatchRow, fitting_type
+
+
+class Subclass(nn.Linear):
+    pass
+
+
+class Model(nn.Module):
+    """One of everything: plain, shared, tied, a subclass, and K that no block divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 96)
+        self.body = nn.Sequential(nn.Linear(96, 96, bias=False), nn.GELU(), nn.Linear(96, 33))
+        self.odd = nn.Linear(33, 64)
+        self.special = Subclass(64, 64)
+        self.again = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.special(self.odd(self.body(self.first(x)))))
+
+
+class Tied(nn.Module):
+    def __init__(self, k: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, k, padding_idx=3)
+        self.inner = nn.Linear(k, k)
+        self.head = nn.Linear(k, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.embed(indices)))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def row(report: PatchReport, name: str) -> PatchRow:
+    (found,) = [r for r in report.rows if r.name == name]
+    return found
+
+
+def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((y.detach() - expected.detach()).norm() / expected.detach().norm())
+
+
+def test_patch_swaps_plain_linears_only():
+    model, x = Model().eval(), torch.randn(5, 64)
+    expected = model(x)
+    report = ktlinear.patch(model)
+    assert isinstance(model.first, Linear) and model.again is model.first and not model.first.training
+    assert isinstance(model.body[0], Linear) and isinstance(model.body[2], Linear)
+    assert type(model.odd) is nn.Linear and type(model.special) is Subclass
+    assert relative_error(model(x), expected) < 0.02
+
+    assert [r.name for r in report.rows] == ["first", "body.0", "body.2", "odd", "special"]
+    assert [r.name for r in report.changed] == ["first", "body.0", "body.2"]
+    assert row(report, "first").before == "float32" and row(report, "first").after == "Q8_0"
+    assert row(report, "first").bytes_before == 64 * 96 * 4
+    assert row(report, "first").bytes_after == 96 * 64 // 32 * 34
+    assert "33" in row(report, "odd").note and "Subclass" in row(report, "special").note
+    assert row(report, "odd").after is None and row(report, "odd").bytes_after == 64 * 33 * 4
+
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["module", "before", "after", "MB", "before", "MB", "after", "note"]
+    assert len(lines) == 1 + 1 + 5 + 1 + 1 and lines[-1].endswith("3 changed, 2 left")
+    assert any(line.startswith("body.2") and "Q8_0" in line for line in lines)
+
+
+def test_patching_again_changes_nothing():
+    model = Model()
+    ktlinear.patch(model, "Q4_0")
+    first = model.first
+    report = ktlinear.patch(model, "Q8_0")
+    assert not report.changed and model.first is first
+    assert "Q4_0" in row(report, "first").note and row(report, "first").before == "Q4_0"
+
+
+@pytest.mark.parametrize("weight_type, dtype", [("F32", torch.float32), ("f16", torch.float16), (30, torch.bfloat16)])
+def test_float_types(weight_type, dtype):
+    model, x = Model(), torch.randn(5, 64)
+    expected = model(x)
+    report = ktlinear.patch(model, weight_type)
+    assert type(model.odd) is Linear and model.odd.weight.dtype == dtype and model.odd.weight.requires_grad
+    assert model.odd.bias.dtype == torch.float32
+    assert len(report.changed) == 4
+    assert relative_error(model(x), expected) < 0.02
+    ktlinear.unpatch(model)
+    assert type(model.odd) is nn.Linear and model.odd.weight.dtype == torch.float32
+    assert relative_error(model(x), expected) < 0.02
+
+
+def test_filter_and_rules():
+    seen: list[str] = []
+
+    def keep(name: str, module: nn.Module) -> bool:
+        seen.append(name)
+        return name != "first"
+
+    model = Model()
+    rules = {"body.2": None, "body.*": "Q4_1", "odd": "BF16"}
+    report = ktlinear.patch(model, WeightType.Q4_0, filter_fn=keep, rules=rules)
+    assert seen == ["first", "body.0", "body.2", "odd"]
+    assert [(r.name, r.after) for r in report.rows] == [
+        ("first", None),
+        ("body.0", "Q4_1"),
+        ("body.2", None),
+        ("odd", "BF16"),
+        ("special", None),
+    ]
+    assert "filter_fn" in row(report, "first").note and "'body.2'" in row(report, "body.2").note
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda m: ktlinear.patch(m, "Q9_9"), ValueError, "Q9_9.*Q8_0"),
+        (lambda m: ktlinear.patch(m, rules={"body.*": "Q9_9"}), ValueError, "Q9_9.*Q8_0"),
+        (lambda m: ktlinear.patch("model"), TypeError, "model.*str"),
+        (lambda m: ktlinear.patch(m.first), ValueError, "model.*from_linear"),
+        (lambda m: ktlinear.unpatch("model"), TypeError, "model.*str"),
+        (lambda m: ktlinear.unpatch(Linear(64, 4)), ValueError, "model.*Linear"),
+        (lambda m: ktlinear.patch(m, filter_fn=lambda name, module: 1 / 0), ZeroDivisionError, "division"),
+    ],
+)
+def test_errors_leave_the_model_as_it_was(call, error, message):
+    model = Model()
+    before = list(model.named_modules())
+    with pytest.raises(error, match=message):
+        call(model)
+    assert list(model.named_modules()) == before
+
+
+def test_late_filter_error_comes_before_the_first_swap():
+    model = Model()
+
+    def fails_late(name: str, module: nn.Module) -> bool:
+        if name == "odd":
+            raise RuntimeError("late")
+        return True
+
+    with pytest.raises(RuntimeError, match="late"):
+        ktlinear.patch(model, "F16", filter_fn=fails_late)
+    assert type(model.first) is nn.Linear
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:Initializing zero-element")
+def test_what_cannot_be_converted_is_left_with_the_reason():
+    model = nn.ModuleDict(
+        {
+            "nan": nn.Linear(32, 4),
+            "huge": nn.Linear(32, 4),
+            "wide": nn.Linear(32, 4).double(),
+            "hooked": nn.Linear(32, 4),
+            "normed": nn.utils.weight_norm(nn.Linear(32, 4)),
+            "parametrized": nn.utils.parametrizations.weight_norm(nn.Linear(32, 4)),
+            "empty": nn.Linear(32, 0),
+            "shared": nn.Linear(32, 32),
+            "sharer": nn.Bilinear(1, 1, 1),
+        }
+    )
+    with torch.no_grad():
+        model["nan"].weight[1, 2] = float("nan")
+        model["huge"].weight[1, 2] = -1e6
+    model["hooked"].register_forward_hook(lambda module, args, output: output + 1)
+    model["sharer"].weight = model["shared"].weight
+    report = ktlinear.patch(model, "Q4_0")
+    assert not report.changed
+    for name, reason in {
+        "nan": "nan",
+        "huge": r"1e\+06",
+        "wide": "float64",
+        "hooked": "hooks",
+        "normed": "computed|hooks",
+        "parametrized": "Parametrized",
+        "empty": "empty",
+        "shared": "sharer.*Bilinear",
+    }.items():
+        assert re.search(reason, row(report, name).note), name
+
+
+def test_next_best_type(monkeypatch):
+    assert fitting_type(WeightType.Q8_0, 96) is WeightType.Q8_0
+    assert fitting_type(WeightType.Q8_0, 33) is None
+    assert fitting_type(WeightType.F16, 33) is WeightType.F16
+    assert {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "Q2_K": "Q4_0", "Q3_K": "Q4_0"}.items() <= NEXT_BEST.items()
+    # No type that exists today has a next best one; the rule itself, on a table in which one has.
+    monkeypatch.setitem(NEXT_BEST, "Q4_0", "BF16")
+    model = Model()
+    report = ktlinear.patch(model, "Q4_0")
+    assert row(report, "odd").after == "BF16" and "Q4_0" in row(report, "odd").note
+    assert row(report, "first").after == "Q4_0" and row(report, "first").note == ""
+
+
+def test_originals_are_freed_as_the_work_goes_on(monkeypatch):
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)])
+    originals = [weakref.ref(layer.weight) for layer in model]
+    alive = []
+    convert = Linear.from_linear.__func__
+
+    def counting(cls, *args, **kwargs):
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in originals))
+        return convert(cls, *args, **kwargs)
+
+    monkeypatch.setattr(Linear, "from_linear", classmethod(counting))
+    ktlinear.patch(model)
+    # The one just replaced may still be referred to by the loop.
+    assert len(alive) == 5 and all(count <= 5 - i + 1 for i, count in enumerate(alive))
+    gc.collect()
+    assert all(ref() is None for ref in originals)
+
+
+def test_tied_embedding_and_head_become_one_quantized_table():
+    model, indices = Tied().eval(), torch.tensor([[0, 49, 3, 7]])
+    expected = model(indices)
+    report = ktlinear.patch(model)
+    assert isinstance(model.embed, Embedding) and isinstance(model.head, Linear)
+    assert model.embed.qweight is model.head.qweight and model.embed.padding_idx == 3
+    assert relative_error(model(indices), expected) < 0.03
+    assert row(report, "embed").after == row(report, "head").after == "Q8_0"
+    assert "head" in row(report, "embed").note and row(report, "embed").bytes_after == 0
+    assert sum(r.bytes_after for r in report.rows) == sum(p.nbytes for p in [model.head.qweight, model.inner.qweight])
+
+    ktlinear.unpatch(model)
+    assert type(model.embed) is nn.Embedding and type(model.head) is nn.Linear
+    assert model.head.weight is model.embed.weight and model.embed.padding_idx == 3
+    assert relative_error(model(indices), expected) < 0.03
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        ({"weight_type": "F16"}, "tied to embed"),
+        ({"rules": {"embed": None}}, "embed.*rule 'embed'"),
+        ({"filter_fn": lambda name, module: isinstance(module, nn.Linear)}, "embed.*filter_fn"),
+        ({"rules": {"embed": "Q4_0"}}, "embed Q4_0.*head Q8_0|head Q8_0.*embed Q4_0"),
+    ],
+)
+def test_tied_weight_is_left_if_either_side_is(arguments, reason):
+    model = Tied()
+    report = ktlinear.patch(model, **arguments)
+    assert type(model.embed) is nn.Embedding and model.head.weight is model.embed.weight
+    assert isinstance(model.inner, Linear)
+    assert row(report, "head").after is None
+    assert re.search(reason, row(report, "head").note)
+
+
+def test_tied_linears_stay_tied():
+    for weight_type in ("Q4_1", "F16"):
+        model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+        model[2].weight = model[0].weight
+        x = torch.randn(3, 32)
+        expected = model(x)
+        ktlinear.patch(model, weight_type)
+        first, second = model[0], model[2]
+        assert first._stored() is second._stored() and first.bias is not second.bias
+        assert relative_error(model(x), expected) < 0.2
+        ktlinear.unpatch(model)
+        assert model[0].weight is model[2].weight and type(model[2]) is nn.Linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpatch_restores_dtype_and_keeps_the_quantized_values(dtype):
+    model = Model().to(dtype)
+    model.first.weight.requires_grad_(False)
+    ktlinear.patch(model, "Q4_0")
+    expected = model.first.weight.dequantize()
+    bias = model.first.bias
+    report = ktlinear.unpatch(model)
+    assert type(model.first) is nn.Linear and model.again is model.first and model.first.bias is bias
+    assert model.first.weight.dtype == dtype and torch.equal(model.first.weight, expected)
+    assert not model.first.weight.requires_grad and model.body[0].weight.requires_grad
+    assert [(r.name, r.before, r.after) for r in report.rows][0] == ("first", "Q4_0", str(dtype).removeprefix("torch."))
+    assert len(report.changed) == 3
+
+
+def test_meta_skeleton_takes_a_quantized_state_dict():
+    full = Model().eval()
+    with torch.device("meta"):
+        skeleton = Model().eval()
+    report = ktlinear.patch(skeleton, "Q4_0")
+    assert len(report.changed) == 3 and skeleton.first.qweight.is_meta
+    ktlinear.patch(full, "Q4_0")
+    skeleton.load_state_dict(full.state_dict(), assign=True)
+    x = torch.randn(2, 64)
+    assert torch.equal(skeleton(x), full(x))
+
+
+# What PyTorch's attention modules read past their linears' forward
+
+
+def transformer() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(64, 4, dim_feedforward=128, batch_first=True)
+    return nn.TransformerEncoder(layer, 2).eval()
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("padded", [True, False])
+def test_transformer_encoder_in_eval_mode(context, padded):
+    model = transformer()
+    x = torch.randn(3, 7, 64)
+    mask = torch.arange(7)[None] >= torch.tensor([7, 4, 2])[:, None] if padded else None
+    report = ktlinear.patch(model, "Q8_0")
+    assert {r.name for r in report.changed} == {f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)}
+    assert all("NonDynamicallyQuantizableLinear" in r.note for r in report.left)
+    oracle = copy.deepcopy(model)
+    ktlinear.unpatch(oracle)
+    assert type(oracle.layers[0].linear1) is nn.Linear
+    with context(), ktlinear.exact():
+        y, expected = model(x, src_key_padding_mask=mask), oracle(x, src_key_padding_mask=mask)
+    keep = ~mask if padded else torch.ones(3, 7, dtype=torch.bool)
+    torch.testing.assert_close(y[keep], expected[keep], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_multihead_attention_with_a_quantized_out_proj(context):
+    """patch leaves it alone; set by hand, F.multi_head_attention_forward takes the logical weight past forward."""
+    attention = nn.MultiheadAttention(64, 4, batch_first=True).eval()
+    ktlinear.patch(nn.ModuleDict({"attention": attention}))
+    assert type(attention.out_proj) is nn.modules.linear.NonDynamicallyQuantizableLinear
+    oracle = copy.deepcopy(attention)
+    attention.out_proj = Linear.from_linear(attention.out_proj, "Q8_0")
+    with torch.no_grad():
+        oracle.out_proj.weight.copy_(attention.out_proj.weight.dequantize())
+    x = torch.randn(2, 5, 64)
+    with context(), ktlinear.exact():
+        y, expected = attention(x, x, x)[0], oracle(x, x, x)[0]
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+
+
+# transformers
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama(tied):
+    transformers = pytest.importorskip("transformers", reason="needs the transformers package")
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(1, 97, (2, 9))
+    with torch.no_grad():
+        expected = model(ids).logits
+        report = ktlinear.patch(model)
+        y = model(ids).logits
+    assert len(report.changed) == 2 * 7 + 1 + tied and not report.left
+    assert isinstance(model.get_input_embeddings(), Embedding) == tied
+    assert relative_error(y, expected) < 0.06
+    generated = model.generate(ids, max_new_tokens=5, do_sample=False)
+    with ktlinear.exact():
+        exact = model.generate(ids, max_new_tokens=5, do_sample=False)
+        ktlinear.unpatch(model)
+        assert torch.equal(exact, model.generate(ids, max_new_tokens=5, do_sample=False))
+    assert generated.shape == (2, 14) and torch.equal(generated[:, :9], ids)
