@@ -62,7 +62,7 @@ class TensorInfo(NamedTuple):
 
 class _Array(NamedTuple):
     element_type: int
-    count: int
+    length: int
     offset: int
 
 
@@ -162,9 +162,9 @@ class _Metadata(Mapping[str, Any]):
             return value
         if value.element_type == _STRING:
             cursor = _Cursor(self._data, self._path, value.offset)
-            return [cursor.string(f"an element of {key!r}") for _ in range(value.count)]
+            return [cursor.string(f"an element of {key!r}") for _ in range(value.length)]
         code = _SCALARS[value.element_type].format[1:]
-        return list(struct.unpack_from(f"<{value.count}{code}", self._data, value.offset))
+        return list(struct.unpack_from(f"<{value.length}{code}", self._data, value.offset))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

@@ -1,0 +1,281 @@
+"""A GGUF file as a transformers model whose matrices stay quantized."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from . import _memory
+from .gguf import GGUFError, GGUFFile
+from .nn import FLOAT_DTYPES, FLOAT_TYPES, Embedding, Linear
+from .ops import WeightType
+
+try:
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+    # Private to transformers: which metadata make a config, and how llama.cpp has reordered rows.
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+except ImportError as error:
+    raise ImportError(
+        f"ktlinear.from_gguf needs the packages gguf and transformers, written for version 5.24 of the latter: {error}"
+    ) from error
+
+__all__ = ["from_gguf"]
+
+# GGUF architectures whose tensors differ from transformers' in names and in the order of rows, but not in values.
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+# Factors on the rotary frequencies, one per pair of dimensions (Llama 3.1 and later): inv_freq / factor.
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def from_gguf(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    packed: bool = True,
+    tokenizer: bool = True,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Loads a GGUF file into a transformers causal language model without dequantizing any matrix.
+
+    Every ``nn.Linear`` becomes a :class:`ktlinear.nn.Linear` and the token table a :class:`ktlinear.nn.Embedding`, both
+    over the file's own bytes; a tied output head shares them. Norms and biases become ordinary `dtype` parameters.
+
+    Args:
+        path: the file. Its architecture must be one of ``llama`` (Mistral and SmolLM among them), ``qwen2``, ``qwen3``.
+        dtype: type of the activations, norms and biases: torch.float32, float16 or bfloat16.
+        packed: copy the quantized matrices into panels of 16 rows, which compute faster; the size is the same. If not,
+            they stay where they are, in the mapped file, which must then not change.
+        tokenizer: load the file's tokenizer too. This takes transformers some seconds.
+
+    Returns:
+        The model, in eval mode, and its tokenizer (None if not asked for).
+
+    Raises:
+        GGUFError: the file is damaged, its architecture or one of its weight types is not supported, or its tensors do
+            not fit the model. Nothing has been loaded then.
+        ImportError: transformers or gguf is missing, or transformers is of another version than this was written for.
+    """
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype is {dtype}; accepted are torch.float32, torch.float16 and torch.bfloat16")
+    file = GGUFFile(path)
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise GGUFError(
+            f"{file.path}: general.architecture is {architecture!r}; supported are {', '.join(ARCHITECTURES)}"
+        )
+    model = _skeleton(file, architecture, dtype)
+    _Loader(file, architecture, model, dtype, packed).load()
+    loaded_tokenizer = None
+    if tokenizer:
+        directory, name = os.path.split(os.path.abspath(file.path))
+        loaded_tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
+    return model.eval(), loaded_tokenizer
+
+
+def _skeleton(file: GGUFFile, architecture: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that the file's metadata describe, on the meta device."""
+    values = _config_values(file, architecture)
+    try:
+        config = AutoConfig.for_model(architecture, **values)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise GGUFError(f"{file.path}: its metadata make no {architecture} model: {error}") from error
+
+
+def _config_values(file: GGUFFile, architecture: str) -> dict[str, Any]:
+    """Arguments for the transformers config of the architecture."""
+    metadata = {
+        key.removeprefix(f"{architecture}."): value
+        for key, value in file.metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    for key, harmless in (("rope.scaling.type", "none"), ("attention.sliding_window", 0)):
+        if metadata.get(key, harmless) != harmless:
+            raise GGUFError(f"{file.path}: {architecture}.{key} is {metadata[key]!r}, which is not supported")
+    # What llama.cpp takes where a file does not say.
+    metadata.setdefault("attention.head_count_kv", metadata.get("attention.head_count"))
+    metadata.setdefault("rope.freq_base", 10000.0)
+
+    values: dict[str, Any] = {}
+    names = cast(dict[str, str | None], GGUF_CONFIG_MAPPING[architecture])
+    for key, name in names.items():
+        if name in (None, "head_dim", "vocab_size"):
+            continue
+        value = metadata.get(key)
+        kind = float if name in ("rope_theta", "rms_norm_eps") else int
+        if type(value) is not kind or not value > 0:
+            raise GGUFError(f"{file.path}: {architecture}.{key} is {value!r}; accepted is a positive {kind.__name__}")
+        values[name] = value
+    if values["num_hidden_layers"] > len(file.tensors):
+        raise GGUFError(
+            f"{file.path}: {architecture}.block_count is {values['num_hidden_layers']}, but the file has only "
+            f"{len(file.tensors)} tensors"
+        )
+    head_dim = metadata.get("attention.key_length", values["hidden_size"] // values["num_attention_heads"])
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        if metadata.get(key, head_dim) != head_dim or type(head_dim) is not int:
+            raise GGUFError(
+                f"{file.path}: {architecture}.{key} is {metadata.get(key)!r}; accepted is one size for the keys, the "
+                f"values and the rotary embeddings of a head, here {head_dim!r}"
+            )
+    values["head_dim"] = head_dim
+    if "token_embd.weight" in file.tensors:
+        values["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    values["tie_word_embeddings"] = "output.weight" not in file.tensors
+
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        values[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    # Generation ends at the end of a chat's turn too.
+    ends = {values["eos_token_id"], file.metadata.get("tokenizer.ggml.eot_token_id")} - {None}
+    if len(ends) > 1:
+        values["eos_token_id"] = sorted(ends)
+    return values
+
+
+class _Loader:
+    """Fills a model on the meta device from a file."""
+
+    def __init__(
+        self, file: GGUFFile, architecture: str, model: PreTrainedModel, dtype: torch.dtype, packed: bool
+    ) -> None:
+        self.file = file
+        self.model = model
+        self.dtype = dtype
+        self.packed = packed
+        self.processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+        arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+        name_map = get_tensor_name_map(arch, model.config.num_hidden_layers)
+        # Parameter's name -> tensor's name. A tied head is no parameter of its own.
+        self.names = {
+            name: name_map.get_name(name, try_suffixes=(".weight", ".bias")) or ""
+            for name, _ in model.named_parameters()
+        }
+        self._check()
+
+    def _check(self) -> None:
+        """Every parameter has its tensor of the same shape, and every tensor of the file is used."""
+        path, tensors = self.file.path, self.file.tensors
+        for name, parameter in self.model.named_parameters():
+            tensor = self.names[name]
+            if tensor not in tensors:
+                raise GGUFError(f"{path}: the model's {name} has no tensor {tensor!r} in the file")
+            if tensors[tensor].shape != tuple(parameter.shape):
+                raise GGUFError(
+                    f"{path}: tensor {tensor!r} has the shape {list(tensors[tensor].shape)}, but the model's {name} "
+                    f"has {list(parameter.shape)}"
+                )
+        if _ROPE_FACTORS in tensors and tensors[_ROPE_FACTORS].shape != (self.model.config.head_dim // 2,):
+            raise GGUFError(
+                f"{path}: tensor {_ROPE_FACTORS!r} has the shape {list(tensors[_ROPE_FACTORS].shape)}; accepted is "
+                f"[{self.model.config.head_dim // 2}], half of a head's dimensions"
+            )
+        unused = sorted(tensors.keys() - set(self.names.values()) - {_ROPE_FACTORS})
+        if unused:
+            listed = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
+            raise GGUFError(f"{path}: {len(unused)} tensors have no place in the model: {listed}")
+
+    def load(self) -> None:
+        model, modules = self.model, dict(self.model.named_modules())
+        names = {module: name for name, module in modules.items()}
+        table, head = names[model.get_input_embeddings()], names[model.get_output_embeddings()]
+        tied = f"{head}.weight" not in self.names
+        for name, module in modules.items():
+            if tied and name == head:
+                continue
+            if type(module) is torch.nn.Linear:
+                model.set_submodule(name, self._linear(name, module))
+            elif type(module) is torch.nn.Embedding:
+                model.set_submodule(name, self._embedding(name, module))
+            else:
+                self._fill(name, module)
+        if tied:
+            self._tie(table, head)
+        left = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+        if left:
+            raise GGUFError(f"{self.file.path}: no values for the model's {', '.join(left)}")
+
+    def _linear(self, name: str, module: torch.nn.Linear) -> Linear:
+        bias = None if module.bias is None else self._floats(f"{name}.bias")
+        rows, weight_type = self._rows(f"{name}.weight")
+        linear = Linear.from_rows(rows, module.in_features, weight_type, bias, self.dtype, self.packed)
+        self._release(f"{name}.weight")
+        return linear
+
+    def _embedding(self, name: str, module: torch.nn.Embedding) -> torch.nn.Embedding:
+        """The token table; a float one becomes an ordinary module, in the model's type."""
+        rows, weight_type = self._rows(f"{name}.weight")
+        if weight_type in FLOAT_DTYPES:
+            n, k = module.weight.shape
+            return torch.nn.Embedding(n, k, module.padding_idx, _weight=self._floats(f"{name}.weight"))
+        embedding = Embedding.from_rows(
+            rows, module.embedding_dim, weight_type, module.padding_idx, self.dtype, self.packed
+        )
+        self._release(f"{name}.weight")
+        return embedding
+
+    def _tie(self, table: str, head: str) -> None:
+        """Makes the output head of the token table's own parameter."""
+        embedding = self.model.get_submodule(table)
+        if isinstance(embedding, Embedding):
+            n, k = embedding.num_embeddings, embedding.embedding_dim
+            tied = Linear(k, n, False, embedding.weight_type, self.packed, device="meta", dtype=self.dtype)
+            tied.tie(embedding)
+            # save_pretrained looks here for which parameter belongs to which.
+            self.model._tied_weights_keys = {f"{head}.qweight": f"{table}.qweight"}
+            self.model.all_tied_weights_keys = dict(self.model._tied_weights_keys)
+        else:
+            linear = cast(torch.nn.Linear, self.model.get_submodule(head))
+            linear.weight = cast(torch.nn.Embedding, embedding).weight
+            tied = Linear.from_linear(linear, FLOAT_TYPES[self.dtype])
+        self.model.set_submodule(head, tied)
+
+    def _fill(self, name: str, module: torch.nn.Module) -> None:
+        """The parameters and buffers of any other module, a norm or the rotary frequencies."""
+        prefix = f"{name}." if name else ""
+        for key, _ in list(module.named_parameters(recurse=False)):
+            setattr(module, key, torch.nn.Parameter(self._floats(prefix + key)))
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            # Rotary frequencies are in no file and no state dict: their module computes them where it is made.
+            module = type(module)(self.model.config)
+            self.model.set_submodule(name, module)
+            if _ROPE_FACTORS in self.file.tensors:
+                factors = self.file.tensor(_ROPE_FACTORS).float()
+                for buffer in module.buffers(recurse=False):
+                    buffer.div_(factors)
+
+    def _rows(self, name: str) -> tuple[torch.Tensor, WeightType]:
+        """A matrix's bytes, uint8 [N, row_bytes], and its type: a view of the file unless its rows are reordered."""
+        tensor = self.names[name]
+        weight_type = self.file.tensors[tensor].weight_type
+        rows = self._ordered(tensor, self.file.rows(tensor))
+        # A quantized matrix is copied where it is packed; a float one is used as it is, and must not be the file's.
+        if weight_type in FLOAT_DTYPES:
+            rows = _memory.zeros(*rows.shape).copy_(rows)
+        return rows, weight_type
+
+    def _floats(self, name: str) -> torch.Tensor:
+        """A copy of a float tensor in the model's type."""
+        tensor = self.names[name]
+        return self._ordered(tensor, self.file.tensor(tensor)).to(self.dtype, copy=True)
+
+    def _ordered(self, tensor: str, values: torch.Tensor) -> torch.Tensor:
+        """A tensor's elements or rows of bytes [N, ...] in the model's order of rows.
+
+        llama.cpp interleaves the two halves of each rotated head of q and k. Quantized blocks lie within a row, so the
+        order is undone by moving whole rows. Which order it is, transformers' own processor tells.
+        """
+        numbers = np.arange(len(values))[:, None]
+        order = self.processor.process(weights=numbers, name=tensor).weights
+        return values if (order == numbers).all() else values[torch.from_numpy(order[:, 0].copy())]
+
+    def _release(self, name: str) -> None:
+        """Gives back a copied matrix's pages of the file, so that no two copies of the model pile up in memory."""
+        if self.packed:
+            self.file.release(self.names[name])
