@@ -9,6 +9,7 @@ See `ktlinear.nn` for the modules, `ktlinear.ops` for the operators and ``python
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from . import nn, ops
 from ._loader import available_isas, exact, isa, use_isa
@@ -21,3 +22,12 @@ except PackageNotFoundError:  # imported from a source tree that was built in pl
     __version__ = "0+unknown"
 
 __all__ = ["WeightType", "available_isas", "exact", "isa", "nn", "ops", "patch", "unpatch", "use_isa", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # Needs transformers, which everything else does without.
+    if name == "from_gguf":
+        from .loading import from_gguf
+
+        return from_gguf
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
