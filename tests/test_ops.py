@@ -169,7 +169,11 @@ def test_strided_quantized_rows(isa: str) -> None:
 
 def test_float_weights_as_bytes() -> None:
     x = torch.randn(3, 20)
-    for t, dtype in ((WeightType.F32, torch.float32), (WeightType.F16, torch.float16), (WeightType.BF16, torch.bfloat16)):
+    for t, dtype in (
+        (WeightType.F32, torch.float32),
+        (WeightType.F16, torch.float16),
+        (WeightType.BF16, torch.bfloat16),
+    ):
         weight = torch.randn(7, 20).to(dtype)
         rows = weight.view(torch.uint8)
         odd = torch.zeros(rows.numel() + 1, dtype=torch.uint8)[1:].view(rows.shape).copy_(rows)
@@ -227,7 +231,11 @@ def test_conversions_match_gguf(isa: str, weight_type: WeightType) -> None:
 
 def test_conversions_of_float_types_and_strides(isa: str) -> None:
     weight = torch.randn(6, 40)
-    for t, dtype in ((WeightType.F32, torch.float32), (WeightType.F16, torch.float16), (WeightType.BF16, torch.bfloat16)):
+    for t, dtype in (
+        (WeightType.F32, torch.float32),
+        (WeightType.F16, torch.float16),
+        (WeightType.BF16, torch.bfloat16),
+    ):
         rows = kt.quantize(weight, t)
         assert torch.equal(rows.view(dtype), weight.to(dtype))
         assert torch.equal(kt.embedding(torch.tensor([4, 0]), rows, t, torch.float32), weight.to(dtype).float()[[4, 0]])
