@@ -257,10 +257,10 @@ def _register_fakes() -> None:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, weight, bias, *rest = inputs
-    needs_input, needs_weight, *_ = ctx.needs_input_grad
+    needs_input, needs_weight, *needs_bias = ctx.needs_input_grad  # ends where the caller's arguments do
     ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
     ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.bias_dtype = bias.dtype if any(needs_bias) else None
     ctx.in_features = input.shape[-1]
     ctx.rest = rest
 
@@ -280,7 +280,7 @@ def _gradients(ctx: Any, grad: Tensor, weight: Tensor | None) -> tuple[Tensor | 
         dtype = torch.promote_types(grad.dtype, ctx.weight_dtype)
         rows = grad.reshape(-1, grad.shape[-1]).to(dtype)
         grad_weight = torch.mm(rows.t(), input.reshape(-1, input.shape[-1]).to(dtype)).to(ctx.weight_dtype)
-    if ctx.needs_input_grad[2]:
+    if ctx.bias_dtype is not None:
         grad_bias = grad.sum(dim=tuple(range(grad.dim() - 1)), dtype=torch.float32) if grad.dim() > 1 else grad
         grad_bias = grad_bias.to(ctx.bias_dtype)
     return grad_input, grad_weight, grad_bias
