@@ -1,0 +1,146 @@
+"""Measures linears beside F.linear and beside the machine's limits, in turn, in one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import ktlinear
+from ktlinear import WeightType, _cpu
+from ktlinear.ops import FORMATS, weight_type
+
+from . import cases, report
+from .weights import Arena
+
+SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1536, 576)]
+MS = [1, 2, 4, 8, 16, 32, 64, 128, 512]
+FORCED_ISA, FORCED_TYPES = "amd_avx2", (WeightType.F32, WeightType.Q4_0)
+
+
+def shape(text: str) -> tuple[int, int]:
+    """ "4096x576" -> (4096, 576), N x K."""
+    try:
+        n, k = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"shape is {text!r}; expected NxK, such as 4096x4096") from None
+    if n < 1 or k < 1:
+        raise argparse.ArgumentTypeError(f"shape is {text!r}; expected positive numbers")
+    return n, k
+
+
+def positive(text: str) -> int:
+    """A positive integer."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def listed(item: Any) -> Any:
+    """A parser of comma-separated items."""
+
+    def parse(text: str) -> list[Any]:
+        try:
+            return [item(part) for part in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--types", type=listed(weight_type), help="weight types (default: all)")
+    parser.add_argument("--m", type=listed(positive), help=f"rows of the input (default: {','.join(map(str, MS))})")
+    parser.add_argument("--shapes", type=listed(shape), help="N x K of the weights, such as 4096x4096,1536x576")
+    parser.add_argument("--isa", choices=ktlinear.available_isas(), help="tier (default: the one in use)")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    parser.add_argument("--plain", action="store_true", help="quantized weights as GGUF rows, not packed")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, Ms and repeats: under a minute")
+    parser.add_argument(
+        "--memory", type=positive, default=1536, metavar="MIB", help="copies of a weight (default: 1536)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write the roofline (needs matplotlib)")
+    args = parser.parse_args(argv)
+    args.types = args.types or list(WeightType)
+    args.m = sorted(set(args.m or ([1, 16, 512] if args.quick else MS)))
+    args.shapes = args.shapes or ([SHAPES[0], SHAPES[-1]] if args.quick else SHAPES)
+    for t in args.types:
+        for n, k in args.shapes:
+            if k % FORMATS[t].block:
+                parser.error(f"shape {n}x{k}: K has to be a multiple of {FORMATS[t].block} for {t.name}")
+    return args
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything; the result is what the JSON file holds."""
+    start = time.perf_counter()
+    effort = cases.Effort(3, 0.3, 0.003) if args.quick else cases.Effort(9, 1.0, 0.008)
+    bench = cases.Bench(Arena(args.memory << 20), Arena(args.memory << 20), effort, packed=not args.plain)
+    cells, odd, notes = [], [], []
+    few = sorted({args.m[0], args.m[len(args.m) // 2], args.m[-1]})
+
+    forced = [t for t in FORCED_TYPES if t in args.types]
+    if FORCED_ISA not in ktlinear.available_isas():
+        forced = []
+        notes.append(f"{FORCED_ISA} was not measured: it is not compiled in, or this CPU lacks it.")
+    elif args.isa == FORCED_ISA or ktlinear.isa() == FORCED_ISA:
+        forced = []
+    jobs = [("linears", s, t) for s in args.shapes for t in args.types]
+    jobs += [("odd", s, t) for s in dict.fromkeys((args.shapes[0], args.shapes[-1])) for t in args.types]
+    jobs += [("forced", args.shapes[0], t) for t in forced]
+    calls = cases.call_cost(effort)
+    with tqdm(jobs, unit="weight", disable=None) as progress:
+        for job, s, t in progress:
+            progress.set_postfix_str(f"{t.name} {s[0]} x {s[1]}")
+            if job == "linears":
+                cells += cases.linears(bench, t, s, args.m)
+            elif job == "odd":
+                odd += cases.odd_shapes(bench, t, s, few)
+            else:
+                with ktlinear.use_isa(FORCED_ISA):
+                    cells += cases.linears(bench, t, s, args.m)
+    return {
+        "machine": {
+            "cpu": _cpu.model(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "threads": torch.get_num_threads(),
+            "tier": ktlinear.isa(),
+            "ktlinear": ktlinear.__version__,
+            "PyTorch": torch.__version__,
+            "weights": f"{args.memory} MiB of copies, each call on the next one",
+            "seconds": round(time.perf_counter() - start),
+        },
+        "cells": cells,
+        "odd_shapes": odd,
+        "calls": calls,
+        "notes": notes,
+    }
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    if args.isa:
+        torch.ops.kt._use_isa(args.isa)
+    results = run(args)
+    print(report.text(results))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    if args.picture:
+        from . import picture  # matplotlib takes a second to import, and only this needs it
+
+        picture.draw(results, args.picture)
+
+
+if __name__ == "__main__":
+    main()

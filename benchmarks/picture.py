@@ -1,0 +1,79 @@
+"""The roofline picture: what the machine allows, and where our linears and F.linear are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+
+from .report import Cell, group  # noqa: E402
+
+COLORS = ["#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e", "#8c564b"]
+GREY = "#808080"
+PANELS = (("fma", "Float weights", "GFLOP/s"), ("dot", "Quantized weights (int8 products)", "GOP/s"))
+
+
+def median(values: list[float]) -> float:
+    """The middle one."""
+    return sorted(values)[len(values) // 2]
+
+
+def panel(axes: Axes, cells: list[Cell], title: str, unit: str) -> None:
+    """One roof (read bandwidth, then a peak), our types as lines over M, and F.linear's fp32."""
+    peak = median([c["peak"]["median"] for c in cells]) / 1e9
+    read = median([c["read"]["median"] for c in cells]) / 1e9
+    intensities = [c["m"] / 2 for c in cells] + [c["operations"] / c["weight_bytes"] for c in cells]
+    left, right = min(intensities) / 1.6, max(intensities) * 1.6
+    knee = peak / read
+    axes.plot([left, knee, right], [left * read, peak, peak], color="black", linewidth=1.4, zorder=1)
+    axes.text(right, peak * 1.07, f"peak {peak:.0f} {unit}", ha="right", va="bottom", fontsize=8.5)
+    axes.text(left * 1.15, left * read * 1.6, f"read {read:.0f} GB/s", ha="left", va="bottom", fontsize=8.5)
+    for color, ((name,), of_type) in zip(COLORS, group(cells, "type").items(), strict=False):
+        x = [c["operations"] / c["weight_bytes"] for c in of_type]
+        axes.plot(x, [c["rate"] / 1e9 for c in of_type], "o-", color=color, markersize=4.5, linewidth=1, label=name)
+    fp32 = [c for c in cells if c["type"] not in ("F16", "BF16")]
+    fp32 = [c for c in fp32 if c["type"] == fp32[0]["type"]]
+    axes.plot(
+        [c["m"] / 2 for c in fp32],  # 2 M N K operations on 4 N K bytes
+        [c["flinear_rate"] / 1e9 for c in fp32],
+        "x--",
+        color=GREY,
+        markersize=5,
+        linewidth=1,
+        label="F.linear, fp32",
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlim(left, right)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("operations per byte of the weight (2 M / bytes per element)", fontsize=8.5)
+    axes.set_ylabel(unit, fontsize=8.5)
+    axes.tick_params(labelsize=8)
+    axes.grid(True, which="major", color="#e6e6e6", linewidth=0.6)
+    axes.legend(fontsize=8, loc="lower right", frameon=False)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Write the picture of the first shape, in the tier of the run, to `path`."""
+    tier = results["machine"]["tier"]
+    cells = [c for c in results["cells"] if c["isa"] == tier]
+    cells = [c for c in cells if (c["n"], c["k"]) == (cells[0]["n"], cells[0]["k"])]
+    of_panel = [(p, [c for c in cells if (c["instruction"] == p[0])]) for p in PANELS]
+    of_panel = [(p, found) for p, found in of_panel if found]
+    figure, axes = plt.subplots(1, len(of_panel), figsize=(4.7 * len(of_panel), 4.0), squeeze=False)
+    for ax, ((_, title, unit), found) in zip(axes[0], of_panel, strict=True):
+        panel(ax, found, title, unit)
+    machine = results["machine"]
+    ms = ", ".join(str(m) for m in sorted({c["m"] for c in cells}))
+    figure.suptitle(
+        f"N = {cells[0]['n']}, K = {cells[0]['k']}, M = {ms}; cold weights, {machine['threads']} threads, {tier}",
+        fontsize=9,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,130 @@
+"""The results as text: a block per shape with a row per type and a column per M, then what stands out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+CLIFF = 0.25
+"""A throughput that falls by more from one M to the next larger one is flagged."""
+ODD_COST = 0.15
+"""An odd shape that costs more per operation than the round one next to it is flagged."""
+
+Cell = dict[str, Any]
+
+METRICS: list[tuple[str, Callable[[Cell], float], str]] = [
+    ("GOP/s (median)", lambda c: c["rate"] / 1e9, "{:.1f}"),
+    ("spread of the time, (q3 - q1) / median, %", lambda c: spread_percent(c["seconds"]), "{:.0f}"),
+    ("times F.linear's speed (same dtype; fp32 for quantized types)", lambda c: c["times_flinear"]["median"], "{:.2f}"),
+    ("% of the roofline", lambda c: 100 * c["of_roofline"], "{:.0f}"),
+    ("% of the peak (fp32 FMA; int8 dot product for quantized types)", lambda c: 100 * c["of_peak"], "{:.0f}"),
+    ("% of the read bandwidth", lambda c: 100 * c["of_read"], "{:.0f}"),
+]
+
+
+def spread_percent(s: dict[str, float]) -> float:
+    """Distance of the quartiles in % of the median."""
+    return 100 * (s["q3"] - s["q1"]) / s["median"]
+
+
+def table(columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
+    """Rows of a label and right-aligned cells under `columns`."""
+    label_width = max(len(label) for label, _ in rows)
+    widths = [max(6, len(column), *(len(cells[i]) for _, cells in rows)) for i, column in enumerate(columns)]
+    lines = [("", columns), *rows]
+    return "\n".join(
+        f"  {label:<{label_width}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for label, cells in lines
+    )
+
+
+def group(cells: list[Cell], *keys: str) -> dict[tuple[Any, ...], list[Cell]]:
+    """Cells by the values of `keys`, in the order of their first appearance."""
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(tuple(cell[key] for key in keys), []).append(cell)
+    return groups
+
+
+def shape_block(cells: list[Cell]) -> str:
+    """All metrics of one tier and shape."""
+    ms = sorted({cell["m"] for cell in cells})
+    blocks = []
+    for title, metric, form in METRICS:
+        rows = []
+        for (name,), of_type in group(cells, "type").items():
+            by_m = {cell["m"]: form.format(metric(cell)) for cell in of_type}
+            rows.append((name, [by_m.get(m, "") for m in ms]))
+        blocks.append(f" {title}\n" + table([f"M={m}" for m in ms], rows))
+    return "\n".join(blocks)
+
+
+def limits_line(cells: list[Cell]) -> str:
+    """The medians of the limits that these cells were compared with."""
+    parts = []
+    for instruction, unit in (("fma", "GFLOP/s"), ("dot", "GOP/s")):
+        peaks = sorted(c["peak"]["median"] for c in cells if c["instruction"] == instruction)
+        if peaks:
+            parts.append(f"{instruction} {peaks[len(peaks) // 2] / 1e9:.0f} {unit}")
+    reads = sorted(c["read"]["median"] for c in cells)
+    return ", ".join([*parts, f"read {reads[len(reads) // 2] / 1e9:.1f} GB/s"])
+
+
+def cliffs(cells: list[Cell]) -> list[str]:
+    """One line for each M at which the throughput is more than `CLIFF` below that of the next smaller M."""
+    lines = []
+    for (isa, name, n, k), of_type in group(cells, "isa", "type", "n", "k").items():
+        for a, b in pairwise(sorted(of_type, key=lambda c: c["m"])):
+            if b["rate"] < (1 - CLIFF) * a["rate"]:
+                fall = f"{a['rate'] / 1e9:.0f} at M = {a['m']}, {b['rate'] / 1e9:.0f} at M = {b['m']}"
+                lines.append(f"{isa} {name} {n} x {k}: {fall}")
+    return lines
+
+
+def odd_block(results: list[Cell]) -> str:
+    """What odd shapes cost; costs above `ODD_COST` are marked."""
+    ms = sorted({r["m"] for r in results})
+    rows = []
+    for (name, odd, round_shape), of_type in group(
+        [{**r, "odd": tuple(r["odd"]), "round": tuple(r["round"])} for r in results], "type", "odd", "round"
+    ).items():
+        by_m = {r["m"]: f"{100 * r['cost']:+.0f}{'!' if r['cost'] > ODD_COST else ' '}" for r in of_type}
+        label = f"{name} {odd[0]} x {odd[1]} beside {round_shape[0]} x {round_shape[1]}"
+        rows.append((label, [by_m.get(m, "") for m in ms]))
+    return table([f"M={m} " for m in ms], rows)
+
+
+def calls_block(calls: dict[str, Any]) -> str:
+    """Microseconds per call of the smallest linears."""
+    rows = [
+        (name, [f"{1e6 * c['seconds']['median']:.2f}", f"{spread_percent(c['seconds']):.0f}", f"{c['of_flinear']:.2f}"])
+        for name, c in calls.items()
+    ]
+    return table(["us", "spread %", "of F.linear's time"], rows)
+
+
+def text(results: dict[str, Any]) -> str:
+    """Return the whole report."""
+    machine = results["machine"]
+    parts = ["\n".join(f"{name:<10}{value}" for name, value in machine.items())]
+    cells = results["cells"]
+    for (isa, n, k), of_shape in group(cells, "isa", "n", "k").items():
+        layout = "packed" if any(c["packed"] for c in of_shape) else "plain rows"
+        parts.append(
+            f"N = {n}, K = {k}   {isa}   quantized weights: {layout}\nlimits: {limits_line(of_shape)}\n"
+            + shape_block(of_shape)
+        )
+    found = cliffs(cells)
+    parts.append(
+        f"Throughput that falls by more than {CLIFF:.0%} with M: " + ("\n  ".join(["", *found]) if found else "none")
+    )
+    if results["odd_shapes"]:
+        parts.append(
+            f"Odd shapes: time per operation beside the round shape's, % (! above {ODD_COST:.0%})\n"
+            + odd_block(results["odd_shapes"])
+        )
+    if results["calls"]:
+        parts.append("A call, 64 x 64, M = 1\n" + calls_block(results["calls"]))
+    parts += results["notes"]
+    return "\n\n".join(parts)

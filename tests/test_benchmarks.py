@@ -1,0 +1,112 @@
+"""``python -m benchmarks`` runs, and its numbers are consistent with each other. Nothing here depends on a speed."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from benchmarks.__main__ import arguments, run
+from benchmarks.timing import in_turn, ratio, spread
+from ktlinear.ops import row_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+SMALL = ["--types", "F32,q4_0", "--m", "4,1", "--shapes", "96x160", "--quick", "--memory", "4"]
+
+
+def test_a_small_run(tmp_path: Path) -> None:
+    file, image = tmp_path / "results.json", tmp_path / "roofline.png"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        *SMALL,
+        "--threads",
+        "2",
+        "--json",
+        str(file),
+        "--picture",
+        str(image),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(file.read_text())
+    assert results["machine"]["threads"] == 2
+    check(results, packed=True)
+    assert "N = 96, K = 160" in done.stdout and "times F.linear" in done.stdout
+    assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_small_run_on_plain_rows() -> None:
+    check(run(arguments([*SMALL, "--plain"])), packed=False)
+
+
+def check(results: dict[str, Any], packed: bool) -> None:
+    here = [c for c in results["cells"] if c["isa"] == results["machine"]["tier"]]
+    assert [(c["type"], c["n"], c["k"], c["m"]) for c in here] == [
+        (name, 96, 160, m) for name in ("F32", "Q4_0") for m in (1, 4)
+    ]
+    for cell in results["cells"]:
+        for key in ("seconds", "flinear_seconds", "peak", "read", "times_flinear"):
+            assert 0 < cell[key]["q1"] <= cell[key]["median"] <= cell[key]["q3"] < math.inf
+        assert cell["packed"] == (packed and cell["type"] == "Q4_0")
+        assert cell["operations"] == 2 * cell["m"] * 96 * 160
+        # 160 elements are two and a half packed records: the last one is padded.
+        k = 192 if cell["packed"] else 160
+        assert cell["weight_bytes"] == 96 * row_bytes(cell["type"], k)
+        assert cell["rate"] == pytest.approx(cell["operations"] / cell["seconds"]["median"])
+        assert cell["of_roofline"] == pytest.approx(max(cell["of_peak"], cell["of_read"]))
+        assert cell["repeats"] >= 3
+    assert {(r["type"], *r["odd"]) for r in results["odd_shapes"]} == {("F32", 93, 155), ("Q4_0", 93, 128)}
+    assert all(r["seconds"]["median"] > 0 and r["cost"] > -1 for r in results["odd_shapes"])
+    assert results["calls"]["F.linear"]["of_flinear"] == 1
+    assert all(c["seconds"]["median"] > 0 for c in results["calls"].values())
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--types", "Q9"], "weight_type is 'Q9'"),
+        (["--shapes", "64"], "shape is '64'; expected NxK"),
+        (["--shapes", "64x0"], "shape is '64x0'; expected positive numbers"),
+        (["--m", "0"], "'0' is not a positive integer"),
+        (["--types", "Q4_0", "--shapes", "64x40"], "K has to be a multiple of 32 for Q4_0"),
+        (["--isa", "m68k"], "invalid choice: 'm68k'"),
+    ],
+)
+def test_bad_arguments(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        arguments(argv)
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_spread_and_ratio() -> None:
+    assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == (3.0, 2.0, 4.0)
+    assert ratio([2.0, 6.0, 4.0], [1.0, 2.0, 1.0]) == (3.0, 2.5, 3.5)
+
+
+def test_in_turn_interleaves() -> None:
+    order: list[str] = []
+
+    def measure(name: str) -> float:
+        order.append(name)
+        return len(order)
+
+    results = in_turn({"a": lambda: measure("a"), "b": lambda: measure("b")}, repeats=9, budget=0, least=3)
+    assert order == ["a", "b"] * 3
+    assert results == {"a": [1, 3, 5], "b": [2, 4, 6]}
+
+
+def test_cliffs_are_flagged() -> None:
+    def cell(m: int, rate: float) -> report.Cell:
+        return {"isa": "x", "type": "F32", "n": 8, "k": 8, "m": m, "rate": rate * 1e9}
+
+    assert report.cliffs([cell(4, 76), cell(1, 50), cell(2, 100)]) == []
+    assert report.cliffs([cell(1, 50), cell(2, 100), cell(4, 74)]) == ["x F32 8 x 8: 100 at M = 2, 74 at M = 4"]
