@@ -10,10 +10,18 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 from .report import Cell, group  # noqa: E402
 
-COLORS = ["#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e", "#8c564b"]
+COLORS = {
+    "F32": "#1f77b4",
+    "F16": "#e67e22",
+    "BF16": "#2ca02c",
+    "Q4_0": "#c0392b",
+    "Q4_1": "#8e44ad",
+    "Q8_0": "#16a085",
+}
 GREY = "#808080"
 PANELS = (("fma", "Float weights", "GFLOP/s"), ("dot", "Quantized weights (int8 products)", "GOP/s"))
 
@@ -31,11 +39,19 @@ def panel(axes: Axes, cells: list[Cell], title: str, unit: str) -> None:
     left, right = min(intensities) / 1.6, max(intensities) * 1.6
     knee = peak / read
     axes.plot([left, knee, right], [left * read, peak, peak], color="black", linewidth=1.4, zorder=1)
-    axes.text(right, peak * 1.07, f"peak {peak:.0f} {unit}", ha="right", va="bottom", fontsize=8.5)
-    axes.text(left * 1.15, left * read * 1.6, f"read {read:.0f} GB/s", ha="left", va="bottom", fontsize=8.5)
-    for color, ((name,), of_type) in zip(COLORS, group(cells, "type").items(), strict=False):
+    limits = f"read {read:.0f} GB/s\npeak {peak:.0f} {unit}"
+    axes.text(0.03, 0.96, limits, transform=axes.transAxes, va="top", fontsize=8.5)
+    for (name,), of_type in group(cells, "type").items():
         x = [c["operations"] / c["weight_bytes"] for c in of_type]
-        axes.plot(x, [c["rate"] / 1e9 for c in of_type], "o-", color=color, markersize=4.5, linewidth=1, label=name)
+        axes.plot(
+            x,
+            [c["rate"] / 1e9 for c in of_type],
+            "o-",
+            color=COLORS.get(name),
+            markersize=4.5,
+            linewidth=1.2,
+            label=name,
+        )
     fp32 = [c for c in cells if c["type"] not in ("F16", "BF16")]
     fp32 = [c for c in fp32 if c["type"] == fp32[0]["type"]]
     axes.plot(
@@ -50,8 +66,13 @@ def panel(axes: Axes, cells: list[Cell], title: str, unit: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlim(left, right)
+    axes.set_ylim(left * read, 1.5 * peak)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title(title, fontsize=10)
-    axes.set_xlabel("operations per byte of the weight (2 M / bytes per element)", fontsize=8.5)
+    axes.set_xlabel("operations per byte of the weight = 2 M / bytes per element", fontsize=8.5)
     axes.set_ylabel(unit, fontsize=8.5)
     axes.tick_params(labelsize=8)
     axes.grid(True, which="major", color="#e6e6e6", linewidth=0.6)
