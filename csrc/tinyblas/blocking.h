@@ -28,9 +28,9 @@ inline constexpr Blocking kBlockings[] = {
     {"amd_fma", 6, 2, 384, 4, 3, 8, 0, 0, 0, 0, false, 0},
     {"amd_avx2", 6, 2, 384, 4, 3, 8, 4, 1, 1024, 4, false, 6},
     {"amd_avxvnni", 6, 2, 384, 4, 3, 8, 6, 1, 1024, 4, false, 8},
-    {"amd_avx512f", 8, 3, 192, 4, 6, 16, 6, 2, 512, 4, true, 8},
-    {"amd_avx512vnni", 8, 3, 192, 4, 6, 16, 6, 2, 512, 4, true, 16},
-    {"amd_zen4", 8, 3, 192, 4, 6, 16, 6, 2, 512, 4, true, 16},
+    {"amd_avx512f", 8, 3, 256, 4, 6, 16, 7, 2, 512, 4, true, 8},
+    {"amd_avx512vnni", 8, 3, 256, 4, 6, 16, 7, 2, 512, 4, true, 16},
+    {"amd_zen4", 8, 3, 256, 4, 6, 16, 7, 2, 512, 4, true, 16},
 };
 
 #define KT_STRINGIZE_(x) #x

@@ -17,10 +17,23 @@
 
 namespace ktlinear::tinyblas::KT_TIER {
 
-// Bytes that the tiles of one panel fetch ahead: `count` streams of `bytes` each, `stride` apart.
+// What the tiles of one panel fetch ahead: `count` streams of `bytes` each, `stride` apart.
 struct NextSlice {
   const char* p;
   int64_t stride, bytes, count;
+};
+
+// A tile's share of it: whole streams, spread over the tile's steps of K.
+struct Fetch {
+  const char* p;
+  int64_t stride;
+  int count, bytes_per_32;  // of K
+  template <int K>
+  KT_INLINE void step() {
+    for (int s = 0; s < count; s++)
+      for (int b = 0; b < bytes_per_32 * K / 32; b += 64) prefetch_l2(p + s * stride + b);
+    p += bytes_per_32 * K / 32;
+  }
 };
 
 struct Tile {
@@ -32,8 +45,7 @@ struct Tile {
   const void* panel;
   float* c;
   bool accumulate;
-  const char* fetch;   // this tile's share of the next slice, `fetch_step` bytes per 32 of K
-  int fetch_step;
+  Fetch fetch;
 };
 
 // M is split evenly: 9 rows at MR = 8 are 5 + 4, not 8 + 1.
@@ -75,17 +87,13 @@ KT_INLINE void gemm(const Problem& p, const Plan& plan, const Kernel& kernel, co
         const NextSlice next = j + 1 < p1 ? kernel.next(n + Kernel::kWidth, k, kc)
                                : !last    ? kernel.next(p0 * Kernel::kWidth, k + kc, min_of<int64_t>(plan.kc, p.k - k - kc))
                                           : kernel.next(p1 * Kernel::kWidth, 0, plan.kc);
-        // Streams are cut into as many pieces as it takes for every tile to have one.
-        const int64_t tiles = t1 - t0, pieces = next.count >= tiles ? 1 : ceil_div(tiles, next.count);
-        const int64_t piece = ceil_div(ceil_div(next.bytes, pieces), 64) * 64;
-        for (int64_t t = t0; t < t1; t++) {
-          const int64_t row = tile_begin(p.m, plan.tiles, t), rows = tile_begin(p.m, plan.tiles, t + 1) - row;
-          const int64_t i = t - t0, stream = i / pieces, offset = i % pieces * piece;
-          const bool fetch = stream < next.count && offset < next.bytes;
+        const int bytes_per_32 = static_cast<int>(ceil_div(next.bytes * 32, kc)), tiles = static_cast<int>(t1 - t0);
+        for (int i = 0; i < tiles; i++) {
+          const int64_t row = tile_begin(p.m, plan.tiles, t0 + i), rows = tile_begin(p.m, plan.tiles, t0 + i + 1) - row;
+          const int64_t s0 = next.count * i / tiles, s1 = next.count * (i + 1) / tiles;
           float* tile = c + ((j - p0) * tiles + i) * Kernel::kTileRows * Kernel::kWidth;
-          kernel.tile(Tile{static_cast<int>(rows), columns, row, k, kc, t, x, panel, tile, k > 0,
-                           fetch ? next.p + stream * next.stride + offset : panel,
-                           fetch ? static_cast<int>(ceil_div(piece * 32, kc)) : 0});
+          kernel.tile(Tile{static_cast<int>(rows), columns, row, k, kc, t0 + i, x, panel, tile, k > 0,
+                           {next.p + s0 * next.stride, next.stride, static_cast<int>(s1 - s0), bytes_per_32}});
           if (last)
             for (int r = 0; r < rows; r++) store_outputs(p, row + r, n, tile + r * Kernel::kWidth, columns);
         }

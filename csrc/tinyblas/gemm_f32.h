@@ -14,8 +14,7 @@ inline constexpr int kMR = kBlocking.mr, kNV = kBlocking.nv, kNR = kNV * kLanes;
 //   AVX-512, 8 x 3: 24 FMA, 12 cycles, 11 loads in 12 cycles of two load ports: bound by the FMAs, ceiling 100 %.
 //   AVX2,    6 x 2: 12 FMA,  6 cycles,  8 loads in  6 cycles of two load ports: the same.
 template <int R, int V>
-KT_NOINLINE void tile_f32(const float* x, const float* w, int64_t kc, float* c, bool accumulate, const char* fetch,
-                          int fetch_step) {
+KT_NOINLINE void tile_f32(const float* x, const float* w, int64_t kc, float* c, bool accumulate, Fetch fetch) {
   F32 acc[R][V];
   KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int v = 0; v < V; v++) acc[r][v] = zero();
   auto one = [&](const float* xk, const float* wk) KT_ALWAYS_INLINE_LAMBDA {
@@ -26,10 +25,9 @@ KT_NOINLINE void tile_f32(const float* x, const float* w, int64_t kc, float* c, 
       KT_UNROLL for (int v = 0; v < V; v++) acc[r][v] = fma(a, b[v], acc[r][v]);
     }
   };
-  const int step = fetch_step / 2;
   int64_t k = 0;
-  for (; k + 16 <= kc; k += 16, fetch += step) {
-    for (int i = 0; i < step; i += 64) prefetch_l2(fetch + i);
+  for (; k + 16 <= kc; k += 16) {
+    fetch.step<16>();
     _Pragma("GCC unroll 4") for (int j = 0; j < 16; j++, x += kMR, w += kNR) one(x, w);
   }
   for (; k < kc; k++, x += kMR, w += kNR) one(x, w);
@@ -45,7 +43,7 @@ KT_INLINE void tile_f32_rows(const Tile& t, const float* x) {
   switch (t.rows) {
 #define KT_CASE(R) \
   case R:          \
-    if constexpr (R <= kMR) return tile_f32<R, V>(x, w, t.kc, t.c, t.accumulate, t.fetch, t.fetch_step)
+    if constexpr (R <= kMR) return tile_f32<R, V>(x, w, t.kc, t.c, t.accumulate, t.fetch)
     KT_CASE(1);
     KT_CASE(2);
     KT_CASE(3);

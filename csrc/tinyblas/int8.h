@@ -111,7 +111,7 @@ inline constexpr int kDirectRows = 8;
 inline constexpr int kDirectKC = 512;   // K slice where several tiles, or rows packed into scratch, share it in L1
 
 // Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums per vector of a panel.
-constexpr int streams(int rows) { return kLanes == 16 ? (rows == 1 ? 8 : rows <= 4 ? 4 : 2) : (rows <= 2 ? 4 : 2); }
+constexpr int streams(int rows) { return kLanes == 16 ? (rows == 1 ? 8 : rows <= 4 ? 4 : 3) : (rows <= 2 ? 4 : 2); }
 
 // c[P][R][16] (+)= R rows of x by P panels. Per group, panel and vector: 8 decoded steps, 8 R products, 2 R FMAs.
 template <class D, int R, int P>
@@ -188,7 +188,7 @@ KT_INLINE void direct_panels(const Problem& p, const Plan& plan, const uint8_t* 
   for (int64_t k = 0; k < p.k; k += plan.kc) {
     const int64_t kc = min_of<int64_t>(plan.kc, p.k - k), n_records = ceil_div(kc, kK);
     const uint8_t* w = records.packed(panel * kPanelRows, k);
-    int64_t stride = run * records.panel_stride(), ahead = 1152;
+    int64_t stride = run * records.panel_stride(), ahead = 2304;
     if (!p.packed) {
       stride = n_records * D::kRecordBytes, ahead = 0, w = scratch;
       for (int i = 0; i < count; i++) records.get((panel + i * run) * kPanelRows, k, kc, scratch + i * stride);
@@ -230,11 +230,11 @@ inline constexpr int kGroupBytes = (8 + 1 + D::kHasMinimum) * kPV * kLanes * 4;
 
 // C[R][kIntPanels * 16] (+)= R rows of x by the panel. Per group and vector of sums: 8 products, 2 FMAs (3 with minima):
 // ceiling 80 % (73 %) of the product's peak where it shares its ports with the FMA.
-//   zmm vpdpbusd, 6 x 2: 12 int32 sums + 12 fp32 sums + 2 weights + 1 broadcast = 27 of 32 registers
+//   zmm vpdpbusd, 7 x 2: 14 int32 sums + 14 fp32 sums + 2 weights + 1 broadcast = 31 of 32 registers. On the machines measured each
+//     load costs a little (a hot 6 x 2 runs at 62 % of the peak, 7 x 2 at 65 %), so the largest tile wins.
 //   ymm: C stays in L1: 12 (or 8) int32 sums + 2 weights + 1 broadcast (+ 1 product) of 16
 template <class D, int R>
-KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, float* c, bool accumulate, const char* fetch,
-                           int fetch_step) {
+KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, float* c, bool accumulate, Fetch fetch) {
   using Dot = DotFor<D>;
   constexpr int width = kPV * kLanes;
   F32 acc[R][kPV];
@@ -245,8 +245,8 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
     each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { acc[r][v] = zero(), prefetch_l1(p); });
   else if (!accumulate)
     each([&](int, int, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, zero()); });
-  for (int64_t g = 0; g < groups; g++, w += kGroupBytes<D>, x += R * kRowBytes, fetch += fetch_step) {
-    for (int i = 0; i < fetch_step; i += 64) prefetch_l2(fetch + i);
+  for (int64_t g = 0; g < groups; g++, w += kGroupBytes<D>, x += R * kRowBytes) {
+    fetch.step<32>();
     const float* meta = reinterpret_cast<const float*>(x + R * 32);
     I32 a[R][kPV];
     KT_UNROLL for (int r = 0; r < R; r++) {
@@ -309,13 +309,14 @@ struct KernelInt8 {
     switch (t.rows) {
 #define KT_CASE(R) \
   case R:          \
-    if constexpr (R <= kTileRows) return tile_int8<D, R>(x, w, groups, t.c, t.accumulate, t.fetch, t.fetch_step)
+    if constexpr (R <= kTileRows) return tile_int8<D, R>(x, w, groups, t.c, t.accumulate, t.fetch)
       KT_CASE(1);
       KT_CASE(2);
       KT_CASE(3);
       KT_CASE(4);
       KT_CASE(5);
       KT_CASE(6);
+      KT_CASE(7);
 #undef KT_CASE
     }
   }
