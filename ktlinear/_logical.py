@@ -16,15 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
-from . import ops
 from .ops import PANEL_ROWS, WeightType
 
 aten = torch.ops.aten
 kt = torch.ops.kt
 
 # kt.* resolves the overload on every call; the hot path must not.
+_linear = kt._linear.default
+_linear_with_autograd = kt.linear.default
 _linear_packed = kt._linear_packed.default
 _linear_packed_with_autograd = kt.linear_packed.default
+_is_autocast_enabled = torch.is_autocast_enabled
+_is_grad_enabled = torch.is_grad_enabled
 
 LOGICAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -33,7 +36,7 @@ def linear(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    weight_type: WeightType | None,
+    weight_type: int | None,
     packed_shape: tuple[int, int] | None,
 ) -> torch.Tensor:
     """y = input * weight^T + bias, on the cheapest of the operators that will do.
@@ -42,7 +45,7 @@ def linear(
         input: [..., K], fp32, fp16 or bf16; under ``torch.autocast("cpu")`` it is cast as F.linear would.
         weight: packed panels (uint8) if `packed_shape` is given, else GGUF rows (uint8) or a float matrix [N, K].
         bias: [N] or None.
-        weight_type: of quantized bytes, None for a float weight.
+        weight_type: the GGML id of quantized bytes (not the enum: it costs 1 us), None for a float weight.
         packed_shape: (N, K) of a packed weight, None for any other.
 
     Returns:
@@ -51,18 +54,21 @@ def linear(
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
     """
+    # F.linear's autocast rule casts floating-point CPU tensors except float64.
+    if _is_autocast_enabled("cpu") and input.dtype in LOGICAL_DTYPES:
+        input = input.to(torch.get_autocast_dtype("cpu"))
+    # An operator with autograd costs several microseconds more per call, under no_grad too.
+    with_autograd = _is_grad_enabled() and (
+        input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
     if packed_shape is None:
-        return ops.linear(input, weight, bias, weight_type)
+        return (_linear_with_autograd if with_autograd else _linear)(input, weight, bias, weight_type)
     out_features, in_features = packed_shape
     # Panels are padded to whole records: K = 32 and K = 64 have the same bytes, so the operator cannot tell.
-    if input.size(-1) != in_features:
+    if input.shape[-1] != in_features:
         raise RuntimeError(f"input has shape {list(input.shape)}; expected [..., {in_features}]")
-    # As ops.linear: F.linear's autocast rule, and the operator with autograd only where it is needed.
-    if torch.is_autocast_enabled("cpu") and input.dtype in LOGICAL_DTYPES:
-        input = input.to(torch.get_autocast_dtype("cpu"))
-    if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
-        return _linear_packed_with_autograd(input, weight, bias, out_features, weight_type)
-    return _linear_packed(input, weight, bias, out_features, weight_type)
+    op = _linear_packed_with_autograd if with_autograd else _linear_packed
+    return op(input, weight, bias, out_features, weight_type)
 
 
 class LogicalWeight(torch.Tensor):
@@ -123,11 +129,11 @@ class LogicalWeight(torch.Tensor):
         """The bytes as plain GGUF rows, uint8 [N, row_bytes]: a copy if packed, else the bytes themselves."""
         if not self.packed:
             return self.qweight
-        return kt.unpack(self.qweight, self.out_features, self.in_features, self.weight_type)
+        return kt.unpack(self.qweight, self.out_features, self.in_features, int(self.weight_type))
 
     def dequantize(self) -> torch.Tensor:
         """An ordinary tensor with the logical shape and dtype: a new copy of the values, free to be changed."""
-        values = kt.dequantize(self.rows(), self.weight_type, self.dtype)
+        values = kt.dequantize(self.rows(), int(self.weight_type), self.dtype)
         return values.t() if self.transposed else values
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -246,7 +252,7 @@ def _functional_linear(input: Any, weight: Any, bias: Any = None) -> Any:
     if isinstance(bias, LogicalWeight):
         return NotImplemented
     shape = (weight.out_features, weight.in_features) if weight.packed else None
-    return linear(input, weight.qweight, bias, weight.weight_type, shape)
+    return linear(input, weight.qweight, bias, int(weight.weight_type), shape)
 
 
 def _mm(input: Any, weight: Any) -> Any:
@@ -315,13 +321,13 @@ def _embedding(weight: Any, indices: Any, padding_idx: int = -1, *args: Any, **k
     if weight.transposed:
         return NotImplemented
     shape = weight.out_features, weight.in_features
-    return embedding(indices, weight.qweight, weight.weight_type, weight.packed, *shape, weight.dtype)
+    return embedding(indices, weight.qweight, int(weight.weight_type), weight.packed, *shape, weight.dtype)
 
 
 def embedding(
     indices: torch.Tensor,
     qweight: torch.Tensor,
-    weight_type: WeightType,
+    weight_type: int,
     packed: bool,
     num_embeddings: int,
     embedding_dim: int,

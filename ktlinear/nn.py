@@ -37,7 +37,7 @@ class _QuantizedWeight(nn.Module):
     """
 
     packed: bool
-    _type: WeightType | None  # None: a float weight
+    _type: int | None  # the GGML id; None: a float weight. An IntEnum would cost an operator 1 us per call.
     _dtype: torch.dtype
 
     def _matrix_shape(self) -> tuple[int, int]:
@@ -46,7 +46,7 @@ class _QuantizedWeight(nn.Module):
     def _set_matrix(self, weight: torch.Tensor, weight_type: WeightType, packed: bool, requires_grad: bool) -> None:
         """Take `weight` as it is: the bytes in the layout that `packed` says, or a float matrix."""
         quantized = weight_type not in FLOAT_DTYPES
-        self._type = weight_type if quantized else None
+        self._type = int(weight_type) if quantized else None
         self.packed = packed and quantized
         self._weight_requires_grad = requires_grad
         name = "qweight" if quantized else "weight"
@@ -62,14 +62,14 @@ class _QuantizedWeight(nn.Module):
     @property
     def weight_type(self) -> WeightType:
         """The type of the stored weight."""
-        return FLOAT_TYPES[self._stored().dtype] if self._type is None else self._type
+        return FLOAT_TYPES[self._stored().dtype] if self._type is None else WeightType(self._type)
 
     @property
     def weight(self) -> torch.Tensor:
         """[N, K]: the parameter of a float type, a read-only view of the bytes (`LogicalWeight`) of any other."""
         if self._type is None:
             return self._stored()
-        return LogicalWeight(self._stored(), self._type, self.packed, *self._matrix_shape(), self._dtype)
+        return LogicalWeight(self._stored(), WeightType(self._type), self.packed, *self._matrix_shape(), self._dtype)
 
     def _share_matrix(self, other: _QuantizedWeight) -> None:
         """Hold the same Parameter as `other`."""
