@@ -150,6 +150,8 @@ def patch(
                 report.rows += [_left(name, module, plan.note) for name, module in plan.members]
                 continue
             report.rows += _convert(plan, places)
+            if len(plan.members) > 1 and plan.weight_type not in FLOAT_DTYPES:
+                _rename_tied_keys(model, {name for name, _ in plan.members}, "weight", "qweight")
             plan.members.clear()  # or the originals would stay in memory until all are done
             bar.update(plan.nbytes)
     return report
@@ -190,6 +192,7 @@ def unpatch(model: nn.Module) -> PatchReport:
             if not tied:
                 weights[old] = _float_parameter(module)
             _replace(places[module], _float_module(module, weights[old]))
+            _rename_tied_keys(model, {name}, "qweight", "weight")
             sizes = (0, 0) if tied else (old.nbytes, weights[old].nbytes)
             report.rows.append(PatchRow(name, _type_name(module), _dtype_name(weights[old]), "", *sizes))
             bar.update(0 if tied else old.nbytes)
@@ -327,6 +330,19 @@ def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
 def _replace(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
     for parent, attribute in places:
         setattr(parent, attribute, module)
+
+
+def _rename_tied_keys(model: nn.Module, modules: set[str], old: str, new: str) -> None:
+    """Tell a transformers model what its tied weights are called now, or it will not save or tie them."""
+
+    def renamed(key: str) -> str:
+        module, _, parameter = key.rpartition(".")
+        return f"{module}.{new}" if module in modules and parameter == old else key
+
+    for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
+        keys = getattr(model, attribute, None)
+        if isinstance(keys, dict):
+            setattr(model, attribute, {renamed(target): renamed(source) for target, source in keys.items()})
 
 
 def _convert(plan: _Plan, places: dict[nn.Module, list[tuple[nn.Module, str]]]) -> list[PatchRow]:

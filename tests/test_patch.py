@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import ktlinear
@@ -350,7 +351,7 @@ def test_multihead_attention_with_a_quantized_out_proj(context):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_llama(tied):
+def test_llama(tied, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs the transformers package")
     config = transformers.LlamaConfig(
         vocab_size=97,
@@ -374,9 +375,19 @@ def test_llama(tied):
     assert len(report.changed) == 2 * 7 + 1 + tied and not report.left
     assert isinstance(model.get_input_embeddings(), Embedding) == tied
     assert relative_error(y, expected) < 0.06
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    state = model.state_dict()
+    assert set(saved) == set(state) - ({"lm_head.qweight"} if tied else set())
+    assert all(torch.equal(saved[name], state[name]) for name in saved)
+    if tied:
+        assert model.lm_head.qweight is model.model.embed_tokens.qweight
     generated = model.generate(ids, max_new_tokens=5, do_sample=False)
     with ktlinear.exact():
         exact = model.generate(ids, max_new_tokens=5, do_sample=False)
         ktlinear.unpatch(model)
+        model.tie_weights()
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         assert torch.equal(exact, model.generate(ids, max_new_tokens=5, do_sample=False))
     assert generated.shape == (2, 14) and torch.equal(generated[:, :9], ids)
