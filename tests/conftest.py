@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
-import pytest
-import torch
+# Read when the OpenMP runtime is loaded. Threads that spin while they wait make each parallel region take milliseconds
+# on a machine that has other work to do.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import ktlinear
-from ktlinear import _cpu, _loader
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import ktlinear  # noqa: E402
+from ktlinear import _cpu, _loader  # noqa: E402
 
 
 @pytest.fixture(params=list(_cpu.TIERS))
