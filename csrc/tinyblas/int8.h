@@ -270,6 +270,7 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
       else
         store(p, sum);
     });
+    if constexpr (!kBlocking.c_in_registers) asm volatile("" ::: "memory");  // or C lives on the stack as well
   }
   if constexpr (kBlocking.c_in_registers)
     each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, accumulate ? add(acc[r][v], load(p)) : acc[r][v]); });
@@ -342,7 +343,8 @@ KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
     plan.path = kDirect;
     plan.tiles = static_cast<int>(ceil_div(p.m, kDirectRows));
     plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? p.k : min_of<int64_t>(kDirectKC, p.k));
-    plan.block_panels = streams(static_cast<int>(ceil_div(p.m, plan.tiles)));
+    // Plain rows are sixteen streams already.
+    plan.block_panels = p.packed ? streams(static_cast<int>(ceil_div(p.m, plan.tiles))) : 1;
     plan.prepare_units = plan.tiles;
     plan.compute_units = panel_count(p.n);
     plan.scratch_bytes = int64_t{plan.block_panels} * (p.m * kPanelRows * 4 + (p.packed ? 0 : ceil_div(plan.kc, D::kGroups * 32) * D::kRecordBytes));

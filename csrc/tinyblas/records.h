@@ -20,7 +20,9 @@ struct Records {
   const uint8_t* get(int64_t n, int64_t k, int64_t kc, uint8_t* scratch) const {
     if (p.packed) return packed(n, k);
     const int valid = static_cast<int>(min_of<int64_t>(kPanelRows, p.n - n));
-    pack_records<D>(static_cast<const uint8_t*>(p.w) + n * p.ldw, p.ldw, valid, p.k, k / kK, ceil_div(k + kc, kK), scratch);
+    const int64_t row = k / 32 * D::kBlockBytes, slice = kc / 32 * D::kBlockBytes;
+    const int64_t ahead = k + kc < p.k ? slice : kPanelRows * p.ldw - row;
+    pack_records<D>(static_cast<const uint8_t*>(p.w) + n * p.ldw, p.ldw, valid, p.k, k / kK, ceil_div(k + kc, kK), scratch, ahead);
     return scratch;
   }
   NextSlice next(int64_t n, int64_t k, int64_t kc, int64_t panels) const {

@@ -1,6 +1,9 @@
 // int8 products without VNNI: vpmaddubsw (u8 x s8, pairs summed to int16) and vpmaddwd. The tier's header supplies the
 // instructions for its width: maddubs, madd, add_i16, abs_i8, sign_i8 (a with the sign of b, or 0). See avx512vnni_dot.h for the
 // interface.
+//
+// Every sum is made opaque to the compiler as soon as it is updated: otherwise GCC computes all products of a group first and
+// spills them (300 instead of 480 GOP/s with AVX2).
 #pragma once
 
 #include "../scalar.h"
@@ -19,12 +22,17 @@ struct Dot {
     return add_i32(madd(acc, splat_i32(0x00010001)), splat_i32(load_as<int32_t>(init)));
   }
   KT_INLINE static I32 one(I32 acc, I32 w, const void* x) {
-    return add_i16(acc, maddubs(w, splat_i32(load_as<int32_t>(x))));
+    acc = add_i16(acc, maddubs(w, splat_i32(load_as<int32_t>(x))));
+    opaque(acc);
+    return acc;
   }
   template <int PV>
   KT_INLINE static void row(I32 (&acc)[PV], const I32 (&w)[PV], const void* x) {
     const I32 b = splat_i32(load_as<int32_t>(x));
-    KT_UNROLL for (int v = 0; v < PV; v++) acc[v] = add_i16(acc[v], maddubs(w[v], b));
+    KT_UNROLL for (int v = 0; v < PV; v++) {
+      acc[v] = add_i16(acc[v], maddubs(w[v], b));
+      opaque(acc[v]);
+    }
   }
 };
 
@@ -37,7 +45,9 @@ struct DotWide {
   KT_INLINE static I32 end(I32 acc, const void*) { return acc; }
   KT_INLINE static I32 one(I32 acc, I32 w, const void* x) {
     const I32 b = splat_i32(load_as<int32_t>(x));
-    return add_i32(acc, madd(maddubs(abs_i8(w), sign_i8(b, w)), splat_i32(0x00010001)));
+    acc = add_i32(acc, madd(maddubs(abs_i8(w), sign_i8(b, w)), splat_i32(0x00010001)));
+    opaque(acc);
+    return acc;
   }
   template <int PV>
   KT_INLINE static void row(I32 (&acc)[PV], const I32 (&w)[PV], const void* x) {
