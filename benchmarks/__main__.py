@@ -70,7 +70,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write the roofline (needs matplotlib)")
     args = parser.parse_args(argv)
-    args.types = args.types or list(WeightType)
+    args.types = args.types or list(FORMATS)
     args.m = sorted(set(args.m or ([1, 16, 512] if args.quick else MS)))
     args.shapes = args.shapes or ([SHAPES[0], SHAPES[-1]] if args.quick else SHAPES)
     for t in args.types:
@@ -84,20 +84,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure everything; the result is what the JSON file holds."""
     start = time.perf_counter()
-    effort = cases.Effort(3, 0.3, 0.003) if args.quick else cases.Effort(9, 1.0, 0.008)
+    effort = cases.Effort(3, 0.3, 0.003) if args.quick else cases.Effort(7, 0.8, 0.006)
     bench = cases.Bench(Arena(args.memory << 20), Arena(args.memory << 20), effort, packed=not args.plain)
     cells, odd, notes = [], [], []
-    few = sorted({args.m[0], args.m[len(args.m) // 2], args.m[-1]})
+    few_ms = sorted({args.m[0], args.m[len(args.m) // 2], args.m[-1]})
 
-    forced = [t for t in FORCED_TYPES if t in args.types]
-    if FORCED_ISA not in ktlinear.available_isas():
-        forced = []
-        notes.append(f"{FORCED_ISA} was not measured: it is not compiled in, or this CPU lacks it.")
-    elif args.isa == FORCED_ISA or ktlinear.isa() == FORCED_ISA:
-        forced = []
+    few_shapes = args.shapes[-1:] if args.quick else list(dict.fromkeys((args.shapes[0], args.shapes[-1])))
     jobs = [("linears", s, t) for s in args.shapes for t in args.types]
-    jobs += [("odd", s, t) for s in dict.fromkeys((args.shapes[0], args.shapes[-1])) for t in args.types]
-    jobs += [("forced", args.shapes[0], t) for t in forced]
+    jobs += [("odd", s, t) for s in few_shapes for t in args.types]
+    if FORCED_ISA not in ktlinear.available_isas():
+        notes.append(f"{FORCED_ISA} was not measured: it is not compiled in, or this CPU lacks it.")
+    elif ktlinear.isa() != FORCED_ISA:
+        jobs += [("forced", args.shapes[0], t) for t in FORCED_TYPES if t in args.types]
     calls = cases.call_cost(effort)
     with tqdm(jobs, unit="weight", disable=None) as progress:
         for job, s, t in progress:
@@ -105,7 +103,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             if job == "linears":
                 cells += cases.linears(bench, t, s, args.m)
             elif job == "odd":
-                odd += cases.odd_shapes(bench, t, s, few)
+                odd += cases.odd_shapes(bench, t, s, few_ms)
             else:
                 with ktlinear.use_isa(FORCED_ISA):
                     cells += cases.linears(bench, t, s, args.m)

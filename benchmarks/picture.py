@@ -13,6 +13,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 from .report import Cell, group  # noqa: E402
+from .timing import spread  # noqa: E402
 
 COLORS = {
     "F32": "#1f77b4",
@@ -26,15 +27,10 @@ GREY = "#808080"
 PANELS = (("fma", "Float weights", "GFLOP/s"), ("dot", "Quantized weights (int8 products)", "GOP/s"))
 
 
-def median(values: list[float]) -> float:
-    """The middle one."""
-    return sorted(values)[len(values) // 2]
-
-
 def panel(axes: Axes, cells: list[Cell], title: str, unit: str) -> None:
     """One roof (read bandwidth, then a peak), our types as lines over M, and F.linear's fp32."""
-    peak = median([c["peak"]["median"] for c in cells]) / 1e9
-    read = median([c["read"]["median"] for c in cells]) / 1e9
+    peak = spread([c["peak"]["median"] for c in cells]).median / 1e9
+    read = spread([c["read"]["median"] for c in cells]).median / 1e9
     intensities = [c["m"] / 2 for c in cells] + [c["operations"] / c["weight_bytes"] for c in cells]
     left, right = min(intensities) / 1.6, max(intensities) * 1.6
     knee = peak / read

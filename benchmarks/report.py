@@ -6,6 +6,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+from .timing import spread
+
 CLIFF = 0.25
 """A throughput that falls by more from one M to the next larger one is flagged."""
 ODD_COST = 0.15
@@ -61,14 +63,18 @@ def shape_block(cells: list[Cell]) -> str:
 
 
 def limits_line(cells: list[Cell]) -> str:
-    """The medians of the limits that these cells were compared with."""
+    """The limits that these cells were compared with, and how far they drifted from cell to cell."""
+    limits = [
+        ("fma", [c["peak"]["median"] for c in cells if c["instruction"] == "fma"], "GFLOP/s"),
+        ("dot", [c["peak"]["median"] for c in cells if c["instruction"] == "dot"], "GOP/s"),
+        ("read", [c["read"]["median"] for c in cells], "GB/s"),
+    ]
     parts = []
-    for instruction, unit in (("fma", "GFLOP/s"), ("dot", "GOP/s")):
-        peaks = sorted(c["peak"]["median"] for c in cells if c["instruction"] == instruction)
-        if peaks:
-            parts.append(f"{instruction} {peaks[len(peaks) // 2] / 1e9:.0f} {unit}")
-    reads = sorted(c["read"]["median"] for c in cells)
-    return ", ".join([*parts, f"read {reads[len(reads) // 2] / 1e9:.1f} GB/s"])
+    for name, rates, unit in limits:
+        if rates:
+            s = spread(rates)
+            parts.append(f"{name} {s.median / 1e9:.1f} {unit} ({s.q1 / 1e9:.1f} to {s.q3 / 1e9:.1f})")
+    return ", ".join(parts)
 
 
 def cliffs(cells: list[Cell]) -> list[str]:
