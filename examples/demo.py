@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402, F401  (so that loading is timed without imports)
 
 import ktlinear  # noqa: E402
+from ktlinear import from_gguf  # noqa: E402  (imports what it needs of transformers)
 
 QUESTION = "What is the capital of France, and what is it known for?"
 TEXT = (Path(__file__).parent / "lighthouse.txt").read_text()
@@ -44,7 +45,7 @@ def model_file() -> Path:
 
 
 def load_ktlinear(file: Path) -> PreTrainedModel:
-    return ktlinear.from_gguf(file, tokenizer=False)[0]
+    return from_gguf(file, tokenizer=False)[0]
 
 
 def load_transformers(file: Path) -> PreTrainedModel:
@@ -108,13 +109,9 @@ def measure_memory(loader: str) -> dict[str, float]:
     load = seconds(lambda: models.append(LOADERS[loader](file)))
     gc.collect()
     resident = status_bytes("VmRSS") - before
-    storages = (
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in models[0].state_dict().values()}
-        if (loader == "transformers")
-        else {p.data_ptr(): p.nbytes for p in models[0].parameters()}
-    )
+    tensors = sum(parameter.nbytes for parameter in models[0].parameters())
     prefill(models[0], torch.arange(PREFILL)[None])
-    return {"load": load, "resident": resident, "tensors": sum(storages.values()), "peak": status_bytes("VmHWM")}
+    return {"load": load, "resident": resident, "tensors": tensors, "peak": status_bytes("VmHWM")}
 
 
 def in_fresh_process(loader: str) -> dict[str, float]:
@@ -182,7 +179,7 @@ def main() -> None:
         print(json.dumps(measure_memory(options.measure)))
         return
     file = model_file()
-    model, tokenizer = ktlinear.from_gguf(file)
+    model, tokenizer = from_gguf(file)
     text = tokenizer(TEXT, return_tensors="pt").input_ids
     if options.profile:
         print_profile(model, text)
