@@ -28,41 +28,44 @@ PANELS = (("fma", "Float weights", "GFLOP/s"), ("dot", "Quantized weights (int8 
 
 
 def panel(axes: Axes, cells: list[Cell], title: str, unit: str) -> None:
-    """One roof (read bandwidth, then a peak), our types as lines over M, and F.linear's fp32."""
+    """One roof (read bandwidth, then a peak), our types as lines over M, and F.linear's fp32.
+
+    The roof is that of the median limits. A point keeps the distance to the roof that it had when it was measured,
+    beside limits of its own: on a shared machine those drift from cell to cell.
+    """
     peak = spread([c["peak"]["median"] for c in cells]).median / 1e9
     read = spread([c["read"]["median"] for c in cells]).median / 1e9
-    intensities = [c["m"] / 2 for c in cells] + [c["operations"] / c["weight_bytes"] for c in cells]
-    left, right = min(intensities) / 1.6, max(intensities) * 1.6
-    knee = peak / read
-    axes.plot([left, knee, right], [left * read, peak, peak], color="black", linewidth=1.4, zorder=1)
-    limits = f"read {read:.0f} GB/s\npeak {peak:.0f} {unit}"
-    axes.text(0.03, 0.96, limits, transform=axes.transAxes, va="top", fontsize=8.5)
+
+    def placed(cell: Cell, rate: float, intensity: float) -> float:
+        own = min(cell["peak"]["median"], cell["read"]["median"] * intensity)
+        return rate / own * min(peak, read * intensity)
+
+    lines = []  # label, color, style, [(operations per byte, rate)]
     for (name,), of_type in group(cells, "type").items():
-        x = [c["operations"] / c["weight_bytes"] for c in of_type]
-        axes.plot(
-            x,
-            [c["rate"] / 1e9 for c in of_type],
-            "o-",
-            color=COLORS.get(name),
-            markersize=4.5,
-            linewidth=1.2,
-            label=name,
-        )
+        points = []
+        for c in of_type:
+            x = c["operations"] / c["weight_bytes"]
+            points.append((x, placed(c, c["rate"], x)))
+        lines.append((name, COLORS.get(name), "o-", points))
     fp32 = [c for c in cells if c["type"] not in ("F16", "BF16")]
     fp32 = [c for c in fp32 if c["type"] == fp32[0]["type"]]
-    axes.plot(
-        [c["m"] / 2 for c in fp32],  # 2 M N K operations on 4 N K bytes
-        [c["flinear_rate"] / 1e9 for c in fp32],
-        "x--",
-        color=GREY,
-        markersize=5,
-        linewidth=1,
-        label="F.linear, fp32",
-    )
+    # F.linear: 2 M N K operations on 4 N K bytes.
+    points = [(c["m"] / 2, placed(c, c["flinear_rate"], c["m"] / 2)) for c in fp32]
+    if points:
+        lines.append(("F.linear, fp32", GREY, "x--", points))
+    for label, color, style, points in lines:
+        axes.plot(*zip(*points, strict=True), style, color=color, markersize=4.5, linewidth=1.2, label=label)
+
+    intensities = [x for *_, points in lines for x, _ in points]
+    left, right = min(intensities) / 1.6, max(intensities) * 1.6
+    axes.plot([left, peak / read, right], [left * read, peak, peak], color="black", linewidth=1.4, zorder=1)
+    limits = f"read {read:.0f} GB/s\npeak {peak:.0f} {unit}"
+    axes.text(0.03, 0.96, limits, transform=axes.transAxes, va="top", fontsize=8.5)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlim(left, right)
-    axes.set_ylim(left * read, 1.5 * peak)
+    lowest = min(y for *_, points in lines for _, y in points)
+    axes.set_ylim(min(left * read, lowest / 1.5), 1.6 * peak)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
