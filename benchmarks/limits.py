@@ -32,14 +32,10 @@ def peak(kind: str) -> Callable[[], float] | None:
     """
     if torch.ops.kt._limit(kind, 1, None) == 0:
         return None
-    iterations = 1000
-    while True:
-        # The least of three: one interruption would make a run of microseconds look long enough.
-        run = functools.partial(torch.ops.kt._limit, kind, iterations, None)
-        taken = min(seconds(run, 1) for _ in range(3))
-        if taken >= LEAST_SECONDS:
-            break
-        iterations = math.ceil(iterations * min(100.0, 1.2 * LEAST_SECONDS / taken))
+    # Milliseconds on any CPU: where a parallel region waits for a busy core, shorter trials would measure the wait.
+    iterations = 2_000_000
+    taken = min(seconds(functools.partial(torch.ops.kt._limit, kind, iterations, None), 1) for _ in range(3))
+    iterations = math.ceil(iterations * max(1.0, LEAST_SECONDS / taken))
     return lambda: _rate(kind, iterations)
 
 
