@@ -27,14 +27,14 @@ class Tier(NamedTuple):
 _AVX2 = ("avx", "fma", "f16c", "avx2", "bmi2")
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_AVX512_FLAGS = (*_AVX2_FLAGS, "-mprfchw", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 
 # Best first.
 _X86_TIERS = {
     "amd_zen4": Tier((*_AVX512, "avx512_vnni", "avx512_bf16"), (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16")),
     "amd_avx512vnni": Tier((*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
     "amd_avx512f": Tier(_AVX512, _AVX512_FLAGS),
-    "amd_avxvnni": Tier((*_AVX2, "avx_vnni"), (*_AVX2_FLAGS, "-mavxvnni")),
+    "amd_avxvnni": Tier((*_AVX2, "avx_vnni"), (*_AVX2_FLAGS, "-mprfchw", "-mavxvnni")),
     "amd_avx2": Tier(_AVX2, _AVX2_FLAGS),
     "amd_fma": Tier(("avx", "fma", "f16c"), ("-mavx", "-mfma", "-mf16c")),
     "amd_avx": Tier(("avx",), ("-mavx",)),

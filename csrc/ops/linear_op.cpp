@@ -23,7 +23,7 @@ constexpr int64_t kChunkRows = 512;
 // Quantized weights are a quarter of the bytes.
 constexpr int64_t kSerialFloat = int64_t{1} << 17, kSerialQuantized = int64_t{1} << 18;
 // Quantizing fewer activations than this (M * K) takes less than a parallel region.
-constexpr int64_t kSerialPrepare = int64_t{1} << 16;
+constexpr int64_t kSerialPrepare = int64_t{1} << 14;
 
 int element_size(Type float_type) { return float_type == Type::F32 ? 4 : 2; }
 

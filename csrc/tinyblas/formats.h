@@ -68,7 +68,9 @@ static inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b -
 // Bytes of one GGUF row of k elements (k a multiple of the block).
 static inline constexpr int64_t row_bytes(const FormatInfo& f, int64_t k) { return k / f.block * f.block_bytes; }
 // Bytes of one packed panel of 16 rows. K is padded with zero blocks to a whole record.
-static inline constexpr int64_t panel_bytes(const FormatInfo& f, int64_t k) { return ceil_div(k, f.packed_k) * f.packed_bytes; }
+static inline constexpr int64_t panel_bytes(const FormatInfo& f, int64_t k) {
+  return ceil_div(k, f.packed_k) * f.packed_bytes;
+}
 static inline constexpr int64_t panel_count(int64_t n) { return ceil_div(n, kPanelRows); }
 
 }  // namespace ktlinear::tinyblas

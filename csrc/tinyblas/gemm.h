@@ -48,12 +48,16 @@ struct Tile {
   Fetch fetch;
 };
 
+inline constexpr int kSliceMultiple = 64;  // a multiple of every format's record
+
 // M is split evenly: 9 rows at MR = 8 are 5 + 4, not 8 + 1.
 KT_INLINE int64_t tile_begin(int64_t m, int64_t tiles, int64_t t) { return m * t / tiles; }
 
 template <class Kernel>
 KT_INLINE void plan_gemm(Plan& plan, const Problem& p, int threads, int64_t kc, int block_panels) {
-  plan.kc = static_cast<int>(min_of(kc, p.k));
+  // K in even slices of about kc, whole records each: 576 at kc = 512 is one slice, not 512 + 64.
+  const int64_t slices = p.k < kc ? 1 : (p.k + kc / 2) / kc;
+  plan.kc = static_cast<int>(min_of(ceil_div(ceil_div(p.k, slices), kSliceMultiple) * kSliceMultiple, p.k));
   plan.tiles = static_cast<int>(ceil_div(p.m, Kernel::kTileRows));
   const int64_t panels = ceil_div(p.n, Kernel::kWidth);
   // At least four blocks a thread; where N is too small for two, M is split as well.
@@ -61,23 +65,24 @@ KT_INLINE void plan_gemm(Plan& plan, const Problem& p, int threads, int64_t kc, 
   const int64_t blocks = ceil_div(panels, plan.block_panels);
   const int64_t wanted = 2 * threads;
   plan.m_splits = static_cast<int>(blocks >= wanted ? 1 : min_of<int64_t>(ceil_div(wanted, blocks), plan.tiles));
-  plan.scratch_bytes = Kernel::panel_bytes(plan.kc) +
-                       int64_t{plan.block_panels} * plan.tiles * Kernel::kTileRows * Kernel::kWidth * 4;
+  plan.scratch_bytes =
+      Kernel::panel_bytes(plan.kc) + int64_t{plan.block_panels} * plan.tiles * Kernel::kTileRows * Kernel::kWidth * 4;
   plan.prepare_units = plan.tiles;
   plan.compute_units = blocks * plan.m_splits;
   plan.dynamic = true;
 }
 
 template <class Kernel>
-KT_INLINE void gemm(const Problem& p, const Plan& plan, const Kernel& kernel, const void* x, void* scratch, int64_t begin,
-                    int64_t end) {
+KT_INLINE void gemm(const Problem& p, const Plan& plan, const Kernel& kernel, const void* x, void* scratch,
+                    int64_t begin, int64_t end) {
   char* panel = static_cast<char*>(scratch);
   float* c = reinterpret_cast<float*>(panel + Kernel::panel_bytes(plan.kc));
   const int64_t panels = ceil_div(p.n, Kernel::kWidth);
   for (int64_t unit = begin; unit < end; unit++) {
     const int64_t block = unit / plan.m_splits, split = unit % plan.m_splits;
     const int64_t p0 = block * plan.block_panels, p1 = min_of<int64_t>(panels, p0 + plan.block_panels);
-    const int64_t t0 = tile_begin(plan.tiles, plan.m_splits, split), t1 = tile_begin(plan.tiles, plan.m_splits, split + 1);
+    const int64_t t0 = tile_begin(plan.tiles, plan.m_splits, split),
+                  t1 = tile_begin(plan.tiles, plan.m_splits, split + 1);
     for (int64_t k = 0; k < p.k; k += plan.kc) {
       const int64_t kc = min_of<int64_t>(plan.kc, p.k - k);
       const bool last = k + kc == p.k;
@@ -85,17 +90,29 @@ KT_INLINE void gemm(const Problem& p, const Plan& plan, const Kernel& kernel, co
         const int64_t n = j * Kernel::kWidth, columns = min_of<int64_t>(Kernel::kWidth, p.n - n);
         kernel.fill(n, k, kc, panel);
         const NextSlice next = j + 1 < p1 ? kernel.next(n + Kernel::kWidth, k, kc)
-                               : !last    ? kernel.next(p0 * Kernel::kWidth, k + kc, min_of<int64_t>(plan.kc, p.k - k - kc))
-                                          : kernel.next(p1 * Kernel::kWidth, 0, plan.kc);
+                               : !last
+                                   ? kernel.next(p0 * Kernel::kWidth, k + kc, min_of<int64_t>(plan.kc, p.k - k - kc))
+                                   : kernel.next(p1 * Kernel::kWidth, 0, plan.kc);
         const int bytes_per_32 = static_cast<int>(ceil_div(next.bytes * 32, kc)), tiles = static_cast<int>(t1 - t0);
         for (int i = 0; i < tiles; i++) {
           const int64_t row = tile_begin(p.m, plan.tiles, t0 + i), rows = tile_begin(p.m, plan.tiles, t0 + i + 1) - row;
           const int64_t s0 = next.count * i / tiles, s1 = next.count * (i + 1) / tiles;
           float* tile = c + ((j - p0) * tiles + i) * Kernel::kTileRows * Kernel::kWidth;
-          kernel.tile(Tile{static_cast<int>(rows), columns, row, k, kc, t0 + i, x, panel, tile, k > 0,
+          if (last) prefetch_outputs<Kernel::kWidth>(p, row, rows, n);
+          kernel.tile(Tile{static_cast<int>(rows),
+                           columns,
+                           row,
+                           k,
+                           kc,
+                           t0 + i,
+                           x,
+                           panel,
+                           tile,
+                           k > 0,
                            {next.p + s0 * next.stride, next.stride, static_cast<int>(s1 - s0), bytes_per_32}});
           if (last)
-            for (int r = 0; r < rows; r++) store_outputs(p, row + r, n, tile + r * Kernel::kWidth, columns);
+            for (int r = 0; r < rows; r++)
+              store_outputs<Kernel::kWidth>(p, row + r, n, tile + r * Kernel::kWidth, columns);
         }
       }
     }

@@ -108,39 +108,56 @@ KT_INLINE const void* start_of(const float* meta, int r) {
 // ---------------------------------------------------------------- small M: weights decoded in registers
 
 inline constexpr int kDirectRows = 8;
-inline constexpr int kDirectKC = 512;   // K slice where several tiles, or rows packed into scratch, share it in L1
+inline constexpr int kDirectKC = 512;  // K slice that several tiles of x, or rows packed into scratch, share in L1
 
-// Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums per vector of a panel.
-constexpr int streams(int rows) { return kLanes == 16 ? (rows == 1 ? 8 : rows <= 4 ? 4 : 3) : (rows <= 2 ? 4 : 2); }
+// Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums per vector of a panel. Eight
+// streams are no faster at M = 1 on large matrices, and slower on 576 x 576, where a thread has 18 panels in all.
+constexpr int streams(int rows) { return kLanes == 16 ? (rows <= 4 ? 4 : 3) : (rows <= 2 ? 4 : 2); }
+
+struct DirectTile {
+  const uint8_t* w;  // records of the first panel; the others lie w_stride bytes apart
+  int64_t w_stride;
+  int64_t records;
+  const uint8_t* x;  // quantized rows
+  float* c;          // [panel, c_stride floats apart][row][16]
+  int64_t c_stride;
+  bool accumulate;
+  int64_t ahead;     // bytes of software prefetch
+};
 
 // c[P][R][16] (+)= R rows of x by P panels. Per group, panel and vector: 8 decoded steps, 8 R products, 2 R FMAs.
 template <class D, int R, int P>
-KT_NOINLINE void direct_tile(const uint8_t* w, int64_t stride, const uint8_t* x, int64_t records, float* c, int64_t c_stride,
-                             bool accumulate, int64_t ahead) {
+KT_NOINLINE void direct_tile(const DirectTile& t) {
   using Dot = DotFor<D>;
   F32 acc[P][R][kPanelVectors];
-  KT_UNROLL for (int p = 0; p < P; p++) KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int v = 0; v < kPanelVectors; v++)
-    acc[p][r][v] = accumulate ? load(c + p * c_stride + r * kPanelRows + v * kLanes) : zero();
+  auto each_sum = [&](auto f) KT_ALWAYS_INLINE_LAMBDA {
+    KT_UNROLL for (int p = 0; p < P; p++)
+      KT_UNROLL for (int r = 0; r < R; r++)
+        KT_UNROLL for (int v = 0; v < kPanelVectors; v++)
+          f(acc[p][r][v], t.c + p * t.c_stride + r * kPanelRows + v * kLanes);
+  };
+  each_sum([&](F32& sum, const float* c) KT_ALWAYS_INLINE_LAMBDA { sum = t.accumulate ? load(c) : zero(); });
   constexpr int lines = D::kRecordBytes / 64;
-  for (int64_t i = 0; i < records; i++, w += D::kRecordBytes) {
+  const uint8_t *w = t.w, *x = t.x;
+  const int64_t w_stride = t.w_stride, ahead = t.ahead;
+  for (int64_t i = 0; i < t.records; i++, w += D::kRecordBytes) {
     KT_UNROLL for (int g = 0; g < D::kGroups; g++, x += R * kRowBytes) {
       const float* meta = reinterpret_cast<const float*>(x + R * 32);
       KT_UNROLL for (int p = 0; p < P; p++) {
-        const uint8_t* rec = w + p * stride;
-        KT_UNROLL for (int l = lines * g / D::kGroups; l < lines * (g + 1) / D::kGroups; l++) prefetch_l1(rec + ahead + l * 64);
+        const uint8_t* rec = w + p * w_stride;
+        KT_UNROLL for (int l = lines * g / D::kGroups; l < lines * (g + 1) / D::kGroups; l++)
+          prefetch_l1(rec + ahead + l * 64);
         KT_UNROLL for (int v = 0; v < kPanelVectors; v++) {
           I32 a[R];
           KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::begin(start_of<D>(meta, r));
-          auto step = [&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
+          for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
             const I32 u = Dot::weight(D::template code<S>(rec, g, v));
             KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::one(a[r], u, x + r * 32 + S * 4);
-          };
-          step.template operator()<0>(), step.template operator()<1>(), step.template operator()<2>(), step.template operator()<3>();
-          step.template operator()<4>(), step.template operator()<5>(), step.template operator()<6>(), step.template operator()<7>();
+          });
           const F32 scale = D::scale(rec, g, v);
           KT_UNROLL for (int r = 0; r < R; r++) {
-            const F32 t = fma(as_f32(Dot::end(a[r], start_of<D>(meta, r))), set1(meta[R + r]), set1(meta[2 * R + r]));
-            acc[p][r][v] = fma(t, scale, acc[p][r][v]);
+            const F32 isum = as_f32(Dot::end(a[r], start_of<D>(meta, r)));
+            acc[p][r][v] = fma(fma(isum, set1(meta[R + r]), set1(meta[2 * R + r])), scale, acc[p][r][v]);
           }
           if constexpr (D::kHasMinimum) {
             const F32 minimum = D::minimum(rec, g, v);
@@ -150,22 +167,15 @@ KT_NOINLINE void direct_tile(const uint8_t* w, int64_t stride, const uint8_t* x,
       }
     }
   }
-  KT_UNROLL for (int p = 0; p < P; p++) KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int v = 0; v < kPanelVectors; v++)
-    store(c + p * c_stride + r * kPanelRows + v * kLanes, acc[p][r][v]);
+  each_sum([&](F32 sum, float* c) KT_ALWAYS_INLINE_LAMBDA { store(c, sum); });
 }
 
-template <class D, int R, bool ONE>
-KT_INLINE void direct_streams(const uint8_t* w, int64_t stride, const uint8_t* x, int64_t records, float* c, int64_t c_stride,
-                              bool accumulate, int64_t ahead) {
-  direct_tile<D, R, ONE ? 1 : streams(R)>(w, stride, x, records, c, c_stride, accumulate, ahead);
-}
-template <class D, bool ONE>
-KT_INLINE void direct_rows(int rows, const uint8_t* w, int64_t stride, const uint8_t* x, int64_t records, float* c,
-                           int64_t c_stride, bool accumulate, int64_t ahead) {
+template <class D, int P>
+KT_INLINE void direct_rows(int rows, const DirectTile& t) {
   switch (rows) {
 #define KT_CASE(R) \
   case R:          \
-    return direct_streams<D, R, ONE>(w, stride, x, records, c, c_stride, accumulate, ahead)
+    if constexpr (P <= streams(R)) return direct_tile<D, R, P>(t)
     KT_CASE(1);
     KT_CASE(2);
     KT_CASE(3);
@@ -178,36 +188,43 @@ KT_INLINE void direct_rows(int rows, const uint8_t* w, int64_t stride, const uin
   }
 }
 
-// `count` panels (1, or the tile's number of streams), `run` panels apart, the first at row n; all of x. C is [stream][M][16].
+// `count` panels, `run` panels apart, the first one `panel`; all of x. C is [stream][M][16].
 template <class D>
-KT_INLINE void direct_panels(const Problem& p, const Plan& plan, const uint8_t* x, float* c, uint8_t* scratch, int64_t panel,
-                             int64_t run, int count) {
+KT_INLINE void direct_panels(const Problem& p, const Plan& plan, const uint8_t* x, float* c, uint8_t* scratch,
+                             int64_t panel, int64_t run, int count) {
   const Records<D> records{p};
-  constexpr int kK = Records<D>::kK;
-  const int64_t c_stride = p.m * kPanelRows;
   for (int64_t k = 0; k < p.k; k += plan.kc) {
-    const int64_t kc = min_of<int64_t>(plan.kc, p.k - k), n_records = ceil_div(kc, kK);
-    const uint8_t* w = records.packed(panel * kPanelRows, k);
-    int64_t stride = run * records.panel_stride(), ahead = 2304;
-    if (!p.packed) {
-      stride = n_records * D::kRecordBytes, ahead = 0, w = scratch;
-      for (int i = 0; i < count; i++) records.get((panel + i * run) * kPanelRows, k, kc, scratch + i * stride);
+    const int64_t kc = min_of<int64_t>(plan.kc, p.k - k);
+    DirectTile t{};
+    t.records = ceil_div(kc, Records<D>::kK);
+    t.c_stride = p.m * kPanelRows;
+    t.accumulate = k > 0;
+    if (p.packed) {
+      t.w = records.packed(panel * kPanelRows, k);
+      t.w_stride = run * records.panel_stride();
+      t.ahead = 2304;
+    } else {
+      t.w = scratch;
+      t.w_stride = t.records * D::kRecordBytes;
+      for (int i = 0; i < count; i++) records.get((panel + i * run) * kPanelRows, k, kc, scratch + i * t.w_stride);
     }
-    for (int t = 0; t < plan.tiles; t++) {
-      const int64_t row = tile_begin(p.m, plan.tiles, t);
-      const int rows = static_cast<int>(tile_begin(p.m, plan.tiles, t + 1) - row);
-      const uint8_t* xt = x + record_offset<D>(p.m, row, k, kc);
-      float* ct = c + row * kPanelRows;
+    for (int i = 0; i < plan.tiles; i++) {
+      const int64_t row = tile_begin(p.m, plan.tiles, i);
+      const int rows = static_cast<int>(tile_begin(p.m, plan.tiles, i + 1) - row);
+      t.x = x + record_offset<D>(p.m, row, k, kc);
+      t.c = c + row * kPanelRows;
       if (count == 1)
-        direct_rows<D, true>(rows, w, stride, xt, n_records, ct, c_stride, k > 0, ahead);
+        direct_rows<D, 1>(rows, t);
+      else if (count == streams(1))
+        direct_rows<D, streams(1)>(rows, t);
       else
-        direct_rows<D, false>(rows, w, stride, xt, n_records, ct, c_stride, k > 0, ahead);
+        direct_rows<D, streams(kDirectRows)>(rows, t);
     }
   }
   for (int i = 0; i < count; i++) {
     const int64_t n = (panel + i * run) * kPanelRows;
     for (int64_t m = 0; m < p.m; m++)
-      store_outputs(p, m, n, c + i * c_stride + m * kPanelRows, min_of<int64_t>(kPanelRows, p.n - n));
+      store_outputs<kPanelRows>(p, m, n, c + (i * p.m + m) * kPanelRows, min_of<int64_t>(kPanelRows, p.n - n));
   }
 }
 
@@ -326,11 +343,9 @@ struct KernelInt8 {
   KT_INLINE static void decode(const uint8_t* record, int group, uint8_t* out) {
     constexpr int bytes = kLanes * 4;
     KT_UNROLL for (int v = 0; v < kPanelVectors; v++) {
-      auto step = [&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
+      for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
         store_i(out + (S * kPV + v) * bytes, DotFor<D>::weight(D::template code<S>(record, group, v)));
-      };
-      step.template operator()<0>(), step.template operator()<1>(), step.template operator()<2>(), step.template operator()<3>();
-      step.template operator()<4>(), step.template operator()<5>(), step.template operator()<6>(), step.template operator()<7>();
+      });
       store(reinterpret_cast<float*>(out + (8 * kPV + v) * bytes), D::scale(record, group, v));
       if constexpr (D::kHasMinimum) store(reinterpret_cast<float*>(out + (9 * kPV + v) * bytes), D::minimum(record, group, v));
     }

@@ -24,7 +24,7 @@ struct DecodedRows {
 
   // 64 bytes of a step are [16 rows][4 k]: byte j of each 32-bit lane is one k of all rows, ready to be converted.
   void fill(int64_t n, int vectors, int64_t k, int64_t kc, float* panel) const {
-    alignas(64) uint8_t scratch[kExactKC / Records<D>::kK * D::kRecordBytes];
+    alignas(64) uint8_t scratch[2 * kExactKC / Records<D>::kK * D::kRecordBytes];  // a slice is below 2 * kExactKC
     const uint8_t* record = nullptr;
     for (int i = 0; i < vectors; i++, n += kLanes, panel += kLanes) {
       const int v = static_cast<int>(n % kPanelRows) / kLanes;
@@ -39,7 +39,7 @@ struct DecodedRows {
   KT_INLINE static void decode(const uint8_t* record, int group, int v, float* out) {
     const F32 scale = D::scale(record, group, v), minimum = D::minimum(record, group, v);
     const F32 offset = set1(static_cast<float>(D::kOffset));
-    auto step = [&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
+    for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
       const I32 code = D::template code<S>(record, group, v);
       auto one = [&](I32 byte_j, int j) KT_ALWAYS_INLINE_LAMBDA {
         const F32 u = to_f32(byte_j);
@@ -47,9 +47,7 @@ struct DecodedRows {
         store(out + (S * 4 + j) * kNR, w);
       };
       one(byte<0>(code), 0), one(byte<1>(code), 1), one(byte<2>(code), 2), one(byte<3>(code), 3);
-    };
-    step.template operator()<0>(), step.template operator()<1>(), step.template operator()<2>(), step.template operator()<3>();
-    step.template operator()<4>(), step.template operator()<5>(), step.template operator()<6>(), step.template operator()<7>();
+    });
   }
 };
 
@@ -70,9 +68,8 @@ static Plan mixmul_plan(const Problem& p, int threads) {
 static bool mixmul_prepare(const Problem& p, const Plan& plan, void* activations, int64_t begin, int64_t end) {
 #ifdef KT_HAS_DOT
   if (plan.path != kExact)
-    return with_decoder(p.w_type, [&]<class D>() {
-      return quantize_x<D>(p, plan, static_cast<uint8_t*>(activations), begin, end);
-    });
+    return with_decoder(
+        p.w_type, [&]<class D>() { return quantize_x<D>(p, plan, static_cast<uint8_t*>(activations), begin, end); });
 #endif
   pack_x_f32(p, plan, static_cast<float*>(activations), begin, end);
   return true;

@@ -17,13 +17,15 @@ KT_INLINE void pack_records(const uint8_t* rows, int64_t ldw, int valid, int64_t
     const uint8_t nothing[block_bytes] = {};
     for (int64_t b = 0; b < (end - begin) * blocks_per_record; b++)
       for (int r = 0; r < kPanelRows; r++)
-        D::pack_block(nothing, out + b / blocks_per_record * D::kRecordBytes, static_cast<int>(b % blocks_per_record), r);
+        D::pack_block(nothing, out + b / blocks_per_record * D::kRecordBytes, static_cast<int>(b % blocks_per_record),
+                      r);
   }
   for (int r = 0; r < valid; r++) {
     const uint8_t* block = rows + r * ldw + b0 * block_bytes;
     for (int64_t o = 0; o < (b1 - b0) * block_bytes; o += 64) prefetch_l1(block + ahead + o);
     for (int64_t b = b0; b < b1; b++, block += block_bytes)
-      D::pack_block(block, out + (b - b0) / blocks_per_record * D::kRecordBytes, static_cast<int>((b - b0) % blocks_per_record), r);
+      D::pack_block(block, out + (b - b0) / blocks_per_record * D::kRecordBytes,
+                    static_cast<int>((b - b0) % blocks_per_record), r);
   }
 }
 
@@ -59,8 +61,7 @@ static void codec_dequantize(Type type, const void* blocks, int64_t count, float
 }
 static void codec_quantize(Type type, const float* in, int64_t count, void* blocks) {
   with_decoder(type, [&]<class D>() {
-    for (int64_t b = 0; b < count; b++)
-      D::quantize(in + b * 32, static_cast<uint8_t*>(blocks) + b * D::kBlockBytes);
+    for (int64_t b = 0; b < count; b++) D::quantize(in + b * 32, static_cast<uint8_t*>(blocks) + b * D::kBlockBytes);
   });
 }
 static void codec_dequantize_packed_row(Type type, const void* packed, int64_t k, int64_t row, float* out) {
@@ -69,7 +70,8 @@ static void codec_dequantize_packed_row(Type type, const void* packed, int64_t k
     const uint8_t* panel = static_cast<const uint8_t*>(packed) + row / kPanelRows * records * D::kRecordBytes;
     for (int64_t b = 0; b < k / 32; b++) {
       uint8_t block[D::kBlockBytes];
-      D::unpack_block(panel + b / D::kGroups * D::kRecordBytes, static_cast<int>(b % D::kGroups), row % kPanelRows, block);
+      D::unpack_block(panel + b / D::kGroups * D::kRecordBytes, static_cast<int>(b % D::kGroups), row % kPanelRows,
+                      block);
       D::dequantize(block, out + b * 32);
     }
   });
@@ -86,7 +88,7 @@ static void codec_widen(const void* in, Type in_type, int64_t count, float* out)
 }
 
 extern const Codec codec;
-constinit const Codec codec{codec_pack,     codec_unpack,  codec_dequantize, codec_quantize, codec_dequantize_packed_row,
+constinit const Codec codec{codec_pack,    codec_unpack, codec_dequantize, codec_quantize, codec_dequantize_packed_row,
                             codec_convert, codec_widen};
 
 }  // namespace ktlinear::tinyblas::KT_TIER

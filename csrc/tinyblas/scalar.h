@@ -33,6 +33,19 @@ KT_INLINE T load_as(const void* p) {
   return t;
 }
 
+// f.template operator()<S>() for the eight steps of a group, S a constant.
+template <class F>
+KT_INLINE void for_steps(F f) {
+  f.template operator()<0>();
+  f.template operator()<1>();
+  f.template operator()<2>();
+  f.template operator()<3>();
+  f.template operator()<4>();
+  f.template operator()<5>();
+  f.template operator()<6>();
+  f.template operator()<7>();
+}
+
 KT_INLINE float half_to_float(uint16_t h) {
   // Shift exponent and mantissa into place and correct the exponent's bias by a multiplication, which also normalizes subnormals.
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
@@ -45,7 +58,8 @@ KT_INLINE uint16_t float_to_half(float f) {  // round to nearest even
   const uint32_t bits = bits_as<uint32_t>(f), sign = bits >> 16 & 0x8000u, a = bits & 0x7FFFFFFFu;
   if (a > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u | (a >> 13 & 0x3FFu));  // NaN stays a NaN
   if (a >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);                      // rounds to 65536 or more
-  if (a < 0x38800000u) {  // subnormal half: adding 0.5 leaves the value in the low mantissa bits, rounded to nearest even
+  if (a <
+      0x38800000u) {  // subnormal half: adding 0.5 leaves the value in the low mantissa bits, rounded to nearest even
     return static_cast<uint16_t>(sign | (bits_as<uint32_t>(bits_as<float>(a) + 0.5f) - 0x3F000000u));
   }
   return static_cast<uint16_t>(sign | ((a + 0xFFFu + (a >> 13 & 1u) - 0x38000000u) >> 13));
@@ -72,6 +86,7 @@ KT_INLINE void store_element(void* p, Type t, int64_t i, float v) {
 KT_INLINE constexpr int element_bytes(Type t) { return t == Type::F32 ? 4 : 2; }
 
 KT_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
+KT_INLINE void prefetch_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 KT_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace ktlinear::tinyblas::KT_TIER

@@ -37,7 +37,7 @@ struct FloatRows {
       for (; k + kLanes <= kc; k += kLanes) {
         F32 t[kLanes];
         if (rows == kLanes) {
-          KT_UNROLL for (int r = 0; r < kLanes; r++) t[r] = load_weight<T>(w + r * p.ldw + k * element_bytes(T));
+    KT_UNROLL for (int r = 0; r < kLanes; r++) t[r] = load_weight<T>(w + r * p.ldw + k * element_bytes(T));
         } else {
           KT_UNROLL for (int r = 0; r < kLanes; r++)
             t[r] = r < rows ? load_weight<T>(w + r * p.ldw + k * element_bytes(T)) : zero();
@@ -131,7 +131,7 @@ KT_INLINE void dot_block(const Problem& p, const float* x, F32* c, int64_t n) {
   for (int64_t m = 0; m < p.m; m++) {
     float y[NW];
     KT_UNROLL for (int j = 0; j < NW; j++) y[j] = sum(c[m * kDotRows + j]);
-    store_outputs(p, m, n, y, NW);
+    store_outputs<NW % kLanes ? kLanes : NW>(p, m, n, y, NW);
   }
 }
 

@@ -22,19 +22,19 @@ namespace ktlinear::tinyblas {
 
 struct Problem {
   int64_t m, n, k;
-  const void* x;      // [m][ldx], ldx in elements, F32 / F16 / BF16
+  const void* x;  // [m][ldx], ldx in elements, F32 / F16 / BF16
   int64_t ldx;
   Type x_type;
-  const void* w;      // packed: panels, one after another; else rows, ldw bytes apart
+  const void* w;  // packed: panels, one after another; else rows, ldw bytes apart
   int64_t ldw;
   Type w_type;
   bool packed;
-  const void* bias;   // [n] of bias_type, or nullptr
+  const void* bias;  // [n] of bias_type, or nullptr
   Type bias_type;
-  void* y;            // [m][ldy], ldy in elements
+  void* y;  // [m][ldy], ldy in elements
   int64_t ldy;
   Type y_type;
-  bool exact;         // quantized weights only: decode to fp32, leave x as it is
+  bool exact;  // quantized weights only: decode to fp32, leave x as it is
 };
 
 struct Plan {
@@ -42,7 +42,7 @@ struct Plan {
   int64_t scratch_bytes;
   int64_t prepare_units;
   int64_t compute_units;
-  bool dynamic;       // true: hand units out one by one (prefill); false: one contiguous range a thread (decode)
+  bool dynamic;  // true: hand units out one by one (prefill); false: one contiguous range a thread (decode)
   // Filled and read by the kernels only.
   int path, tile_rows, tiles, kc, block_panels, m_splits;
 };
@@ -71,8 +71,8 @@ struct Codec {
 
 // What the machine can do with this tier's own instructions; run by the benchmarks on every thread at once.
 struct Limits {
-  int64_t (*fma)(int64_t iterations);           // runs, returns the floating-point operations done
-  int64_t (*dot)(int64_t iterations);           // runs the tier's int8 dot product (0: it has none), returns operations
+  int64_t (*fma)(int64_t iterations);  // runs, returns the floating-point operations done
+  int64_t (*dot)(int64_t iterations);  // runs the tier's int8 dot product (0: it has none), returns operations
   int64_t (*read)(const void* p, int64_t bytes);  // reads once in order, returns a value that depends on the data
 };
 

@@ -13,8 +13,7 @@
   extern const Codec codec;            \
   extern const Limits limits;          \
   }
-#define KT_TIER_ROW(name) \
-  { #name, &name::sgemm, &name::mixmul, &name::codec, &name::limits }
+#define KT_TIER_ROW(name) {#name, &name::sgemm, &name::mixmul, &name::codec, &name::limits}
 
 KT_DECLARE_TIER(unsupported)
 #if defined(__x86_64__) || defined(_M_X64)
@@ -32,8 +31,8 @@ namespace ktlinear::tinyblas {
 // Rows of the table of tiers, best first.
 #if defined(KT_ALL_TIERS)
 #if defined(__x86_64__) || defined(_M_X64)
-#define KT_TIERS                                                                                                    \
-  KT_TIER_ROW(amd_zen4), KT_TIER_ROW(amd_avx512vnni), KT_TIER_ROW(amd_avx512f), KT_TIER_ROW(amd_avxvnni),           \
+#define KT_TIERS                                                                                          \
+  KT_TIER_ROW(amd_zen4), KT_TIER_ROW(amd_avx512vnni), KT_TIER_ROW(amd_avx512f), KT_TIER_ROW(amd_avxvnni), \
       KT_TIER_ROW(amd_avx2), KT_TIER_ROW(amd_fma), KT_TIER_ROW(amd_avx), KT_TIER_ROW(unsupported)
 #else
 #define KT_TIERS KT_TIER_ROW(unsupported)

@@ -2,5 +2,5 @@
 #include "simd/avx_int.h"
 #include "simd/avx_plain.h"
 
-#include "limits.h"
+#include "peaks.h"
 #include "sgemm.h"

@@ -1,5 +1,5 @@
 #define KT_TIER amd_avxvnni
 #include "simd/avxvnni_dot.h"
 
-#include "limits.h"
+#include "peaks.h"
 #include "sgemm.h"

@@ -2,5 +2,5 @@
 #include "simd/avx_int.h"
 #include "simd/f16c_fma.h"
 
-#include "limits.h"
+#include "peaks.h"
 #include "sgemm.h"

@@ -1,5 +1,5 @@
 #define KT_TIER amd_zen4
 #include "simd/avx512vnni_dot.h"
 
-#include "limits.h"
+#include "peaks.h"
 #include "sgemm.h"

@@ -2,6 +2,6 @@
 #define KT_TIER unsupported
 #include "simd/portable.h"
 
-#include "limits.h"
 #include "mixmul.h"
+#include "peaks.h"
 #include "sgemm.h"

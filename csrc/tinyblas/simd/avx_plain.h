@@ -11,7 +11,8 @@ KT_INLINE __m128 half_quarter(__m128i h) {  // four halves, each in the low part
   const __m128i magnitude = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x7FFF)), 13);
   const __m128i sign = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x8000)), 16);
   const __m128 f = _mm_mul_ps(_mm_castsi128_ps(magnitude), _mm_set1_ps(0x1p112f));
-  const __m128 special = _mm_and_ps(_mm_cmpge_ps(f, _mm_set1_ps(65536.f)), _mm_castsi128_ps(_mm_set1_epi32(0x7F800000)));
+  const __m128 special =
+      _mm_and_ps(_mm_cmpge_ps(f, _mm_set1_ps(65536.f)), _mm_castsi128_ps(_mm_set1_epi32(0x7F800000)));
   return _mm_or_ps(_mm_or_ps(f, special), _mm_castsi128_ps(sign));
 }
 KT_INLINE F32 load_f16(const uint16_t* p) {
