@@ -19,7 +19,6 @@ KT_INLINE void store_float(void* p, Type t, int64_t i, F32 v) {
 // y[row][col .. col + count) = c[0 .. count) + bias. WIDTH: the usual count, for which the loop unrolls; others take the tail loop.
 template <int WIDTH>
 KT_INLINE void store_outputs(const Problem& p, int64_t row, int64_t col, const float* c, int64_t count) {
-  static_assert(WIDTH % kLanes == 0);
   const int64_t y = row * p.ldy + col;
   auto vector = [&](int64_t i) KT_ALWAYS_INLINE_LAMBDA {
     F32 v = load(c + i);
@@ -27,12 +26,12 @@ KT_INLINE void store_outputs(const Problem& p, int64_t row, int64_t col, const f
     store_float(p.y, p.y_type, y + i, v);
   };
   if (count == WIDTH && p.y_type == Type::F32 && !p.bias) {
-    float* out = static_cast<float*>(p.y) + y;
-  KT_UNROLL for (int i = 0; i < WIDTH; i += kLanes) store(out + i, load(c + i));
+    std::memcpy(static_cast<float*>(p.y) + y, c, WIDTH * sizeof(float));  // a constant: vector moves
     return;
   }
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) vector(i);
+  if constexpr (WIDTH >= kLanes)
+    for (; i + kLanes <= count; i += kLanes) vector(i);
   for (; i < count; i++) {
     float v = c[i];
     if (p.bias) v += load_element(p.bias, p.bias_type, col + i);

@@ -130,8 +130,12 @@ KT_INLINE void dot_block(const Problem& p, const float* x, F32* c, int64_t n) {
   }
   for (int64_t m = 0; m < p.m; m++) {
     float y[NW];
-    KT_UNROLL for (int j = 0; j < NW; j++) y[j] = sum(c[m * kDotRows + j]);
-    store_outputs<NW % kLanes ? kLanes : NW>(p, m, n, y, NW);
+    if constexpr (NW == 4) {
+      sum4(c + m * kDotRows, y);
+    } else {
+      KT_UNROLL for (int j = 0; j < NW; j++) y[j] = sum(c[m * kDotRows + j]);
+    }
+    store_outputs<NW>(p, m, n, y, NW);
   }
 }
 

@@ -8,7 +8,7 @@
 //   load_f16, load_bf16, ...       16-bit floats <-> F32; stores round to nearest even
 //   fma(a, b, c) = a * b + c       fused where the hardware can
 //   transpose(rows)                kLanes x kLanes
-//   sum(v)                         horizontal, in a fixed order
+//   sum(v), sum4(v, out)           horizontal, of one vector or of four, in the same order
 //   load_i, splat_i8, splat_i32, band, bxor, shift_right_16<N> (of 16-bit units), to_f32, byte<j> (byte j of each 32-bit lane)
 // Tiers with an int8 product worth using add a simd/*_dot.h, which defines KT_HAS_DOT (see there).
 #pragma once
@@ -54,6 +54,9 @@ KT_INLINE F32 sub(F32 a, F32 b) { return a - b; }
 KT_INLINE F32 mul(F32 a, F32 b) { return a * b; }
 KT_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
 KT_INLINE float sum(F32 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+KT_INLINE void sum4(const F32* v, float* out) {
+  KT_UNROLL for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
+}
 KT_INLINE void transpose(F32 (&r)[4]) {
   F32 t[4];
   KT_UNROLL for (int i = 0; i < 4; i++) t[i] = F32{r[0][i], r[1][i], r[2][i], r[3][i]};
