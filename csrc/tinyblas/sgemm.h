@@ -59,6 +59,7 @@ struct FloatRows {
 
 inline constexpr int kDotRows = 4;           // rows of W at once: four sequential streams a thread
 inline constexpr int kDotChunk = 512;        // K per pass where several tiles of x share the rows of W in L1
+inline constexpr int64_t kDotCached = 64 << 10;  // bytes of W that need no software prefetch
 inline constexpr int kDotAhead = 1024;       // bytes of software prefetch: weights come from memory, once
 
 KT_INLINE int64_t padded(int64_t k) { return ceil_div(k, kLanes) * kLanes; }
@@ -116,6 +117,7 @@ KT_INLINE void dot_block(const Problem& p, const float* x, F32* c, int64_t n) {
   const int tiles = static_cast<int>(ceil_div(p.m, kBlocking.dot_mr));
   const int64_t ldx = padded(p.k), chunk = tiles == 1 ? p.k : kDotChunk;
   const char* w = static_cast<const char*>(p.w) + n * p.ldw;
+  const bool cold = p.n * p.ldw > kDotCached;
   for (int64_t k = 0; k < p.k; k += chunk) {
     const int64_t kc = min_of(chunk, p.k - k);
     // One pass: fetch ahead in the same rows. Several: together they fetch the next chunk, each pass its share of the rows.
@@ -125,7 +127,7 @@ KT_INLINE void dot_block(const Problem& p, const float* x, F32* c, int64_t n) {
       const int64_t row = tile_begin(p.m, tiles, t);
       const int rows = static_cast<int>(tile_begin(p.m, tiles, t + 1) - row);
       dots_rows<T, NW>(rows, w + k * element_bytes(T), p.ldw, x + row * ldx + k, ldx, kc, c + row * kDotRows, k > 0,
-                       NW * t / tiles, NW * (t + 1) / tiles, ahead);
+                       NW * t / tiles, cold ? NW * (t + 1) / tiles : 0, ahead);
     }
   }
   for (int64_t m = 0; m < p.m; m++) {
