@@ -108,6 +108,7 @@ KT_INLINE const void* start_of(const float* meta, int r) {
 // ---------------------------------------------------------------- small M: weights decoded in registers
 
 inline constexpr int kDirectRows = 8;
+inline constexpr int kDirectAhead = 2304;  // bytes of software prefetch; a constant, or the addresses fill the registers
 inline constexpr int kDirectKC = 512;  // K slice that several tiles of x, or rows packed into scratch, share in L1
 
 // Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums per vector of a panel. Eight
@@ -122,7 +123,6 @@ struct DirectTile {
   float* c;          // [panel, c_stride floats apart][row][16]
   int64_t c_stride;
   bool accumulate;
-  int64_t ahead;     // bytes of software prefetch
 };
 
 // c[P][R][16] (+)= R rows of x by P panels. Per group, panel and vector: 8 decoded steps, 8 R products, 2 R FMAs.
@@ -139,14 +139,14 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
   each_sum([&](F32& sum, const float* c) KT_ALWAYS_INLINE_LAMBDA { sum = t.accumulate ? load(c) : zero(); });
   constexpr int lines = D::kRecordBytes / 64;
   const uint8_t *w = t.w, *x = t.x;
-  const int64_t w_stride = t.w_stride, ahead = t.ahead;
+  const int64_t w_stride = t.w_stride;
   for (int64_t i = 0; i < t.records; i++, w += D::kRecordBytes) {
     KT_UNROLL for (int g = 0; g < D::kGroups; g++, x += R * kRowBytes) {
       const float* meta = reinterpret_cast<const float*>(x + R * 32);
       KT_UNROLL for (int p = 0; p < P; p++) {
         const uint8_t* rec = w + p * w_stride;
         KT_UNROLL for (int l = lines * g / D::kGroups; l < lines * (g + 1) / D::kGroups; l++)
-          prefetch_l1(rec + ahead + l * 64);
+          prefetch_l1(rec + kDirectAhead + l * 64);
         KT_UNROLL for (int v = 0; v < kPanelVectors; v++) {
           I32 a[R];
           KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::begin(start_of<D>(meta, r));
@@ -202,7 +202,6 @@ KT_INLINE void direct_panels(const Problem& p, const Plan& plan, const uint8_t* 
     if (p.packed) {
       t.w = records.packed(panel * kPanelRows, k);
       t.w_stride = run * records.panel_stride();
-      t.ahead = 2304;
     } else {
       t.w = scratch;
       t.w_stride = t.records * D::kRecordBytes;
