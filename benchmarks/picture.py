@@ -95,5 +95,6 @@ def draw(results: dict[str, Any], path: Path) -> None:
         fontsize=9,
     )
     figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
