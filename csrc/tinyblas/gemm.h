@@ -48,16 +48,15 @@ struct Tile {
   Fetch fetch;
 };
 
-inline constexpr int kSliceMultiple = 64;  // a multiple of every format's record
-
 // M is split evenly: 9 rows at MR = 8 are 5 + 4, not 8 + 1.
 KT_INLINE int64_t tile_begin(int64_t m, int64_t tiles, int64_t t) { return m * t / tiles; }
 
+// kc: the wanted K slice; record: what slices are a multiple of.
 template <class Kernel>
-KT_INLINE void plan_gemm(Plan& plan, const Problem& p, int threads, int64_t kc, int block_panels) {
+KT_INLINE void plan_gemm(Plan& plan, const Problem& p, int threads, int64_t kc, int64_t record, int block_panels) {
   // K in even slices of about kc, whole records each: 576 at kc = 512 is one slice, not 512 + 64.
   const int64_t slices = p.k < kc ? 1 : (p.k + kc / 2) / kc;
-  plan.kc = static_cast<int>(min_of(ceil_div(ceil_div(p.k, slices), kSliceMultiple) * kSliceMultiple, p.k));
+  plan.kc = static_cast<int>(min_of(ceil_div(ceil_div(p.k, slices), record) * record, p.k));
   plan.tiles = static_cast<int>(ceil_div(p.m, Kernel::kTileRows));
   const int64_t panels = ceil_div(p.n, Kernel::kWidth);
   // At least four blocks a thread; where N is too small for two, M is split as well.

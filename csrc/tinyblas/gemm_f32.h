@@ -81,8 +81,8 @@ struct KernelF32 {
 };
 
 template <class Source>
-KT_INLINE void plan_gemm_f32(Plan& plan, const Problem& p, int threads, int64_t kc) {
-  plan_gemm<KernelF32<Source>>(plan, p, threads, kc, kBlocking.block_panels);
+KT_INLINE void plan_gemm_f32(Plan& plan, const Problem& p, int threads, int64_t kc, int64_t record) {
+  plan_gemm<KernelF32<Source>>(plan, p, threads, kc, record, kBlocking.block_panels);
   plan.activation_bytes = int64_t{plan.tiles} * kMR * p.k * 4;
 }
 

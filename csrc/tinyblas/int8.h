@@ -7,8 +7,10 @@
 //   t = fma(sum, dx, -MAGIC * dx) = dx * isum, rounded once;   C = fma(t, s, C)
 // dx is rounded up to 12 significant bits, which makes MAGIC * dx exact.
 //
-// Quantized x, for each K slice, for each tile of R rows, for each group: one record of R * 44 bytes
-//   | R x 32 int8 q | R x start | R x fp32 dx | R x fp32 -MAGIC * dx |
+// Formats with a scale per 16 elements take each half of a group on its own (four FMAs instead of two).
+//
+// Quantized x, for each K slice, for each tile of R rows, for each group: one record of R * 44 bytes (48 with two scales)
+//   | R x 32 int8 q | [scales][R] start | R x fp32 dx | R x fp32 -MAGIC * dx |
 //   start: int32 MAGIC - offset * xsum; for a format with minima fp32 dx * xsum (its sums start at MAGIC)
 //
 // Special values: a group with NaN or infinity has dx = NaN, and so has its output; a group whose amax is below 2^-118 (its
@@ -25,11 +27,25 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 inline constexpr int32_t kMagicBits = 0x4B400000;
 inline constexpr float kMagic = 12582912.f;
-inline constexpr int kRowBytes = 44;  // of one row of x in one group
 inline constexpr int kPanelVectors = kPanelRows / kLanes;
 
+// What the micro-kernels know of a format. Formats of one kind share them.
+template <bool MINIMUM, int SCALES, class DOT>
+struct Kind {
+  static constexpr bool kHasMinimum = MINIMUM;
+  static constexpr int kScales = SCALES;                   // per group of 32: 1, or 2 (of 16 elements each)
+  static constexpr int kRowBytes = 32 + 4 * (SCALES + 2);  // of one row of x in one group
+  static constexpr int kSteps = 8 / SCALES;                // between two scales
+  using Dot = DOT;
+};
+// The largest sum of a half or whole group in int16, as tiers without VNNI keep it: two products a lane and step.
 template <class D>
-using DotFor = std::conditional_t<(D::kMaxCode > 15), DotWide, Dot>;
+inline constexpr int kLargestSum = 8 / D::kScales * 2 * D::kMaxCode * 127;
+template <class D>
+using DotFor =
+    std::conditional_t<(kLargestSum<D> <= 32767), Dot, std::conditional_t<(D::kMaxCode <= 128), DotMid, DotWide>>;
+template <class D>
+using KindOf = Kind<D::kHasMinimum, D::kScales, DotFor<D>>;
 
 template <class D>
 KT_INLINE int64_t padded_groups(int64_t k) {
@@ -38,19 +54,19 @@ KT_INLINE int64_t padded_groups(int64_t k) {
 // First record of the tile at `row`, for the K slice [k, k + kc).
 template <class D>
 KT_INLINE int64_t record_offset(int64_t m, int64_t row, int64_t k, int64_t kc) {
-  return (k / 32 * m + row * padded_groups<D>(kc)) * kRowBytes;
+  return (k / 32 * m + row * padded_groups<D>(kc)) * KindOf<D>::kRowBytes;
 }
 
-template <class D>
-KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int r, int rows) {
+template <class K>
+KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int r, int rows, int offset) {
+  constexpr int vectors = 32 / kLanes, per_scale = vectors / K::kScales;
   I32 peak = splat_i32(0);
   KT_UNROLL for (const F32& v : x) peak = max_i32(peak, band(as_i32(v), splat_i32(0x7FFFFFFF)));
   const int32_t amax_bits = max_lane(peak);  // ordered like the magnitudes, NaN above infinity above all others
   const float amax = bits_as<float>(amax_bits);
   int8_t* q = reinterpret_cast<int8_t*>(record) + r * 32;
-  uint8_t* meta = record + rows * 32 + r * 4;
   float dx = 0;
-  int32_t xsum = 0;
+  int32_t xsum[K::kScales] = {};
   if (amax_bits >= 0x7F800000) {
     dx = __builtin_nanf("");
     std::memset(q, 0, 32);
@@ -61,23 +77,29 @@ KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int 
   } else {
     dx = bits_as<float>((bits_as<uint32_t>(amax / 127.f) + 0xFFFu) & 0xFFFFF000u);
     const F32 inverse = set1(1.f / dx);
-    I32 total = splat_i32(0);
-    KT_UNROLL for (int i = 0; i < 32 / kLanes; i++) {
-      const I32 v = round_i32(mul(x[i], inverse));
-      store_i8(q + i * kLanes, v);
-      total = add_i32(total, v);
+    KT_UNROLL for (int h = 0; h < K::kScales; h++) {
+      I32 total = splat_i32(0);
+      KT_UNROLL for (int i = h * per_scale; i < (h + 1) * per_scale; i++) {
+        const I32 v = round_i32(mul(x[i], inverse));
+        store_i8(q + i * kLanes, v);
+        total = add_i32(total, v);
+      }
+      xsum[h] = sum_lanes(total);
     }
-    xsum = sum_lanes(total);
   }
-  constexpr int offset = DotFor<D>::kOffset ? D::kOffset : 0;
-  const float f[3] = {D::kHasMinimum ? dx * static_cast<float>(xsum) : bits_as<float>(kMagicBits - offset * xsum), dx, -kMagic * dx};
-  KT_UNROLL for (int i = 0; i < 3; i++) std::memcpy(meta + i * rows * 4, &f[i], 4);
+  float* meta = reinterpret_cast<float*>(record + rows * 32) + r;
+  KT_UNROLL for (int h = 0; h < K::kScales; h++)
+    meta[h * rows] = K::kHasMinimum ? dx * static_cast<float>(xsum[h]) : bits_as<float>(kMagicBits - offset * xsum[h]);
+  meta[K::kScales * rows] = dx;
+  meta[(K::kScales + 1) * rows] = -kMagic * dx;
   return true;
 }
 
 // Tiles [begin, end) of x.
 template <class D>
 KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int64_t begin, int64_t end) {
+  using K = KindOf<D>;
+  constexpr int offset = K::Dot::kOffset ? D::kOffset : 0;
   for (int64_t t = begin; t < end; t++) {
     const int64_t row = tile_begin(p.m, plan.tiles, t);
     const int rows = static_cast<int>(tile_begin(p.m, plan.tiles, t + 1) - row);
@@ -90,7 +112,7 @@ KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int6
           F32 v[32 / kLanes];
           KT_UNROLL for (int i = 0; i < 32 / kLanes; i++)
             v[i] = g * 32 < kc ? load_float(p.x, p.x_type, x + g * 32 + i * kLanes) : zero();
-          if (!quantize_group<D>(v, o + g * rows * kRowBytes, r, rows)) return false;
+          if (!quantize_group<K>(v, o + g * rows * K::kRowBytes, r, rows, offset)) return false;
         }
       }
     }
@@ -98,16 +120,15 @@ KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int6
   return true;
 }
 
-// Where a group's sums start, and what they become.
-template <class D>
-KT_INLINE const void* start_of(const float* meta, int r) {
+// Where a group's sums start.
+template <class K>
+KT_INLINE const void* start_of(const float* meta, int i) {
   static constexpr int32_t magic = kMagicBits;
-  return D::kHasMinimum ? static_cast<const void*>(&magic) : meta + r;
+  return K::kHasMinimum ? static_cast<const void*>(&magic) : meta + i;
 }
 
 // ---------------------------------------------------------------- small M: weights decoded in registers
 
-inline constexpr int kDirectRows = 8;
 inline constexpr int kDirectAhead = 2304;  // bytes of software prefetch; a constant, or the addresses fill the registers
 inline constexpr int kDirectKC = 512;  // K slice that several tiles of x, or rows packed into scratch, share in L1
 
@@ -128,7 +149,8 @@ struct DirectTile {
 // c[P][R][16] (+)= R rows of x by P panels. Per group, panel and vector: 8 decoded steps, 8 R products, 2 R FMAs.
 template <class D, int R, int P>
 KT_NOINLINE void direct_tile(const DirectTile& t) {
-  using Dot = DotFor<D>;
+  using K = KindOf<D>;
+  using Dot = typename K::Dot;
   F32 acc[P][R][kPanelVectors];
   auto each_sum = [&](auto f) KT_ALWAYS_INLINE_LAMBDA {
     KT_UNROLL for (int p = 0; p < P; p++)
@@ -141,27 +163,34 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
   const uint8_t *w = t.w, *x = t.x;
   const int64_t w_stride = t.w_stride;
   for (int64_t i = 0; i < t.records; i++, w += D::kRecordBytes) {
-    KT_UNROLL for (int g = 0; g < D::kGroups; g++, x += R * kRowBytes) {
+    _Pragma("GCC unroll 2") for (int g = 0; g < D::kGroups; g++, x += R * K::kRowBytes) {
       const float* meta = reinterpret_cast<const float*>(x + R * 32);
+      const float *dx = meta + K::kScales * R, *ndx = dx + R;
       KT_UNROLL for (int p = 0; p < P; p++) {
         const uint8_t* rec = w + p * w_stride;
-        KT_UNROLL for (int l = lines * g / D::kGroups; l < lines * (g + 1) / D::kGroups; l++)
-          prefetch_l1(rec + kDirectAhead + l * 64);
+        // The lines of a record are shared out over its groups.
+        const uint8_t* fetch = rec + kDirectAhead + lines * g / D::kGroups * 64;
+        KT_UNROLL for (int l = 0; l < (lines + D::kGroups - 1) / D::kGroups; l++) prefetch_l1(fetch + l * 64);
         KT_UNROLL for (int v = 0; v < kPanelVectors; v++) {
-          I32 a[R];
-          KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::begin(start_of<D>(meta, r));
+          I32 a[K::kScales][R];
+          KT_UNROLL for (int h = 0; h < K::kScales; h++)
+            KT_UNROLL for (int r = 0; r < R; r++) a[h][r] = Dot::begin(start_of<K>(meta, h * R + r));
           for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
             const I32 u = Dot::weight(D::template code<S>(rec, g, v));
-            KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::one(a[r], u, x + r * 32 + S * 4);
+            KT_UNROLL for (int r = 0; r < R; r++)
+              a[S / K::kSteps][r] = Dot::one(a[S / K::kSteps][r], u, x + r * 32 + S * 4);
           });
-          const F32 scale = D::scale(rec, g, v);
-          KT_UNROLL for (int r = 0; r < R; r++) {
-            const F32 isum = as_f32(Dot::end(a[r], start_of<D>(meta, r)));
-            acc[p][r][v] = fma(fma(isum, set1(meta[R + r]), set1(meta[2 * R + r])), scale, acc[p][r][v]);
-          }
-          if constexpr (D::kHasMinimum) {
-            const F32 minimum = D::minimum(rec, g, v);
-            KT_UNROLL for (int r = 0; r < R; r++) acc[p][r][v] = fma(minimum, set1(meta[r]), acc[p][r][v]);
+          KT_UNROLL for (int h = 0; h < K::kScales; h++) {
+            const F32 scale = D::scale(rec, g, h, v);
+            KT_UNROLL for (int r = 0; r < R; r++) {
+              const F32 isum = as_f32(Dot::end(a[h][r], start_of<K>(meta, h * R + r)));
+              acc[p][r][v] = fma(fma(isum, set1(dx[r]), set1(ndx[r])), scale, acc[p][r][v]);
+            }
+            if constexpr (K::kHasMinimum) {
+              const F32 minimum = D::minimum(rec, g, h, v);
+              KT_UNROLL for (int r = 0; r < R; r++)
+                acc[p][r][v] = fma(minimum, set1(meta[h * R + r]), acc[p][r][v]);
+            }
           }
         }
       }
@@ -175,7 +204,7 @@ KT_INLINE void direct_rows(int rows, const DirectTile& t) {
   switch (rows) {
 #define KT_CASE(R) \
   case R:          \
-    if constexpr (P <= streams(R)) return direct_tile<D, R, P>(t)
+    if constexpr (P <= streams(R) && R <= D::kDirectRows) return direct_tile<D, R, P>(t)
     KT_CASE(1);
     KT_CASE(2);
     KT_CASE(3);
@@ -217,7 +246,7 @@ KT_INLINE void direct_panels(const Problem& p, const Plan& plan, const uint8_t* 
       else if (count == streams(1))
         direct_rows<D, streams(1)>(rows, t);
       else
-        direct_rows<D, streams(kDirectRows)>(rows, t);
+        direct_rows<D, streams(8)>(rows, t);
     }
   }
   for (int i = 0; i < count; i++) {
@@ -239,54 +268,59 @@ KT_INLINE void direct(const Problem& p, const Plan& plan, const uint8_t* x, void
 
 // ---------------------------------------------------------------- large M: int8 panels
 
-// Panel, one record per group: | 8 steps x PV vectors of codes | PV vectors of fp32 scales | PV of minima, if the format has them |
-inline constexpr int kIntPanels = kBlocking.int_panels, kPV = kIntPanels * kPanelVectors;
-template <class D>
-inline constexpr int kGroupBytes = (8 + 1 + D::kHasMinimum) * kPV * kLanes * 4;
+// Panel, one record per group: | 8 steps x PV vectors of codes | for each scale: PV vectors of scales, PV of minima if there are any |
+inline constexpr int kIntPanels = kBlocking.int_panels, kPV = kIntPanels * kPanelVectors, kPanelStep = kPV * kLanes * 4;
+template <class K>
+inline constexpr int kGroupBytes = (8 + K::kScales * (1 + K::kHasMinimum)) * kPanelStep;
 
 // C[R][kIntPanels * 16] (+)= R rows of x by the panel. Per group and vector of sums: 8 products, 2 FMAs (3 with minima):
 // ceiling 80 % (73 %) of the product's peak where it shares its ports with the FMA.
 //   zmm vpdpbusd, 7 x 2: 14 int32 sums + 14 fp32 sums + 2 weights + 1 broadcast = 31 of 32 registers. On the machines measured each
 //     load costs a little (a hot 6 x 2 runs at 62 % of the peak, 7 x 2 at 65 %), so the largest tile wins.
 //   ymm: C stays in L1: 12 (or 8) int32 sums + 2 weights + 1 broadcast (+ 1 product) of 16
-template <class D, int R>
+template <class K, int R>
 KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, float* c, bool accumulate, Fetch fetch) {
-  using Dot = DotFor<D>;
+  using Dot = typename K::Dot;
   constexpr int width = kPV * kLanes;
   F32 acc[R][kPV];
   auto each = [&](auto f) KT_ALWAYS_INLINE_LAMBDA {
-    KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int v = 0; v < kPV; v++) f(r, v, c + r * width + v * kLanes);
+    KT_UNROLL for (int r = 0; r < R; r++)
+      KT_UNROLL for (int v = 0; v < kPV; v++) f(r, v, c + r * width + v * kLanes);
   };
   if constexpr (kBlocking.c_in_registers)
     each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { acc[r][v] = zero(), prefetch_l1(p); });
   else if (!accumulate)
     each([&](int, int, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, zero()); });
-  for (int64_t g = 0; g < groups; g++, w += kGroupBytes<D>, x += R * kRowBytes) {
+  for (int64_t g = 0; g < groups; g++, w += kGroupBytes<K>, x += R * K::kRowBytes) {
     fetch.step<32>();
     const float* meta = reinterpret_cast<const float*>(x + R * 32);
-    I32 a[R][kPV];
-    KT_UNROLL for (int r = 0; r < R; r++) {
-      a[r][0] = Dot::begin(start_of<D>(meta, r));
-      KT_UNROLL for (int v = 1; v < kPV; v++) a[r][v] = a[r][0];
+    const float *dx = meta + K::kScales * R, *ndx = dx + R;
+    KT_UNROLL for (int h = 0; h < K::kScales; h++) {
+      I32 a[R][kPV];
+      KT_UNROLL for (int r = 0; r < R; r++) {
+        a[r][0] = Dot::begin(start_of<K>(meta, h * R + r));
+        KT_UNROLL for (int v = 1; v < kPV; v++) a[r][v] = a[r][0];
+      }
+      KT_UNROLL for (int s = h * K::kSteps; s < (h + 1) * K::kSteps; s++) {
+        I32 u[kPV];
+        KT_UNROLL for (int v = 0; v < kPV; v++) u[v] = load_i(w + s * kPanelStep + v * kLanes * 4);
+        KT_UNROLL for (int r = 0; r < R; r++) Dot::row(a[r], u, x + r * 32 + s * 4);
+      }
+      const float* scales = reinterpret_cast<const float*>(w + (8 + h * (1 + K::kHasMinimum)) * kPanelStep);
+      F32 scale[kPV];
+      KT_UNROLL for (int v = 0; v < kPV; v++) scale[v] = load(scales + v * kLanes);
+      each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA {
+        const F32 isum = as_f32(Dot::end(a[r][v], start_of<K>(meta, h * R + r)));
+        const F32 t = fma(isum, set1(dx[r]), set1(ndx[r]));
+        F32 sum = fma(t, scale[v], kBlocking.c_in_registers ? acc[r][v] : load(p));
+        if constexpr (K::kHasMinimum) sum = fma(load(scales + width + v * kLanes), set1(meta[h * R + r]), sum);
+        if constexpr (kBlocking.c_in_registers)
+          acc[r][v] = sum;
+        else
+          store(p, sum);
+      });
+      if constexpr (!kBlocking.c_in_registers) asm volatile("" ::: "memory");  // or C lives on the stack as well
     }
-    KT_UNROLL for (int s = 0; s < 8; s++) {
-      I32 u[kPV];
-      KT_UNROLL for (int v = 0; v < kPV; v++) u[v] = load_i(w + (s * kPV + v) * kLanes * 4);
-      KT_UNROLL for (int r = 0; r < R; r++) Dot::row(a[r], u, x + r * 32 + s * 4);
-    }
-    const float* scales = reinterpret_cast<const float*>(w + 8 * kPV * kLanes * 4);
-    F32 scale[kPV];
-    KT_UNROLL for (int v = 0; v < kPV; v++) scale[v] = load(scales + v * kLanes);
-    each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA {
-      const F32 t = fma(as_f32(Dot::end(a[r][v], start_of<D>(meta, r))), set1(meta[R + r]), set1(meta[2 * R + r]));
-      F32 sum = fma(t, scale[v], kBlocking.c_in_registers ? acc[r][v] : load(p));
-      if constexpr (D::kHasMinimum) sum = fma(load(scales + (kPV + v) * kLanes), set1(meta[r]), sum);
-      if constexpr (kBlocking.c_in_registers)
-        acc[r][v] = sum;
-      else
-        store(p, sum);
-    });
-    if constexpr (!kBlocking.c_in_registers) asm volatile("" ::: "memory");  // or C lives on the stack as well
   }
   if constexpr (kBlocking.c_in_registers)
     each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, accumulate ? add(acc[r][v], load(p)) : acc[r][v]); });
@@ -294,10 +328,11 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
 
 template <class D>
 struct KernelInt8 {
+  using K = KindOf<D>;
   static constexpr int kWidth = kIntPanels * kPanelRows, kTileRows = kBlocking.int_mr;
   static constexpr int64_t panel_bytes(int64_t kc) {
     // K slice's panel, and room for its records where plain rows are packed first
-    return padded_groups<D>(kc) * kGroupBytes<D> + ceil_div(kc, Records<D>::kK) * D::kRecordBytes;
+    return padded_groups<D>(kc) * kGroupBytes<K> + ceil_div(kc, Records<D>::kK) * D::kRecordBytes;
   }
 
   const Problem& p;
@@ -310,9 +345,9 @@ struct KernelInt8 {
     for (int i = 0; i < kIntPanels; i++) {
       // Past N there may be no panel: decode the last one again, its columns are never stored.
       const int64_t row = n + i * kPanelRows < p.n ? n + i * kPanelRows : n;
-      const uint8_t* record = records.get(row, k, kc, out + groups * kGroupBytes<D>);
+      const uint8_t* record = records.get(row, k, kc, out + groups * kGroupBytes<K>);
       for (int64_t g = 0; g < groups; g++) {
-        uint8_t* o = out + g * kGroupBytes<D> + i * kPanelVectors * kLanes * 4;
+        uint8_t* o = out + g * kGroupBytes<K> + i * kPanelVectors * kLanes * 4;
         decode(record + g / D::kGroups * D::kRecordBytes, static_cast<int>(g % D::kGroups), o);
       }
     }
@@ -326,7 +361,7 @@ struct KernelInt8 {
     switch (t.rows) {
 #define KT_CASE(R) \
   case R:          \
-    if constexpr (R <= kTileRows) return tile_int8<D, R>(x, w, groups, t.c, t.accumulate, t.fetch)
+    if constexpr (R <= kTileRows) return tile_int8<K, R>(x, w, groups, t.c, t.accumulate, t.fetch)
       KT_CASE(1);
       KT_CASE(2);
       KT_CASE(3);
@@ -340,33 +375,37 @@ struct KernelInt8 {
 
  private:
   KT_INLINE static void decode(const uint8_t* record, int group, uint8_t* out) {
-    constexpr int bytes = kLanes * 4;
-    KT_UNROLL for (int v = 0; v < kPanelVectors; v++) {
+    KT_UNROLL for (int v = 0; v < kPanelVectors; v++, out += kLanes * 4) {
       for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
-        store_i(out + (S * kPV + v) * bytes, DotFor<D>::weight(D::template code<S>(record, group, v)));
+        store_i(out + S * kPanelStep, K::Dot::weight(D::template code<S>(record, group, v)));
       });
-      store(reinterpret_cast<float*>(out + (8 * kPV + v) * bytes), D::scale(record, group, v));
-      if constexpr (D::kHasMinimum) store(reinterpret_cast<float*>(out + (9 * kPV + v) * bytes), D::minimum(record, group, v));
+      KT_UNROLL for (int h = 0; h < K::kScales; h++) {
+        float* scales = reinterpret_cast<float*>(out + (8 + h * (1 + K::kHasMinimum)) * kPanelStep);
+        store(scales, D::scale(record, group, h, v));
+        if constexpr (K::kHasMinimum) store(scales + kPV * kLanes, D::minimum(record, group, h, v));
+      }
     }
   }
 };
 
 template <class D>
 KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
-  if (p.m <= kBlocking.direct_max) {
+  constexpr int kK = Records<D>::kK;
+  if (p.m <= min_of(kBlocking.direct_max, D::kDirectRows == 8 ? 16 : D::kDirectRows)) {
     plan.path = kDirect;
-    plan.tiles = static_cast<int>(ceil_div(p.m, kDirectRows));
+    plan.tiles = static_cast<int>(ceil_div(p.m, D::kDirectRows));
     plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? p.k : min_of<int64_t>(kDirectKC, p.k));
     // Plain rows are sixteen streams already.
     plan.block_panels = p.packed ? streams(static_cast<int>(ceil_div(p.m, plan.tiles))) : 1;
     plan.prepare_units = plan.tiles;
     plan.compute_units = panel_count(p.n);
-    plan.scratch_bytes = int64_t{plan.block_panels} * (p.m * kPanelRows * 4 + (p.packed ? 0 : ceil_div(plan.kc, D::kGroups * 32) * D::kRecordBytes));
+    const int64_t slice_bytes = p.packed ? 0 : ceil_div(plan.kc, kK) * D::kRecordBytes;
+    plan.scratch_bytes = plan.block_panels * (p.m * kPanelRows * 4 + slice_bytes);
   } else {
     plan.path = kInt8;
-    plan_gemm<KernelInt8<D>>(plan, p, threads, kBlocking.int_kc, kBlocking.int_block_panels);
+    plan_gemm<KernelInt8<D>>(plan, p, threads, kBlocking.int_kc, kK, kBlocking.int_block_panels);
   }
-  plan.activation_bytes = record_offset<D>(p.m, 0, p.k + D::kGroups * 32, 0);
+  plan.activation_bytes = record_offset<D>(p.m, 0, p.k + kK, 0);
 }
 
 }  // namespace ktlinear::tinyblas::KT_TIER

@@ -37,13 +37,18 @@ struct DecodedRows {
 
  private:
   KT_INLINE static void decode(const uint8_t* record, int group, int v, float* out) {
-    const F32 scale = D::scale(record, group, v), minimum = D::minimum(record, group, v);
+    F32 scale[D::kScales], minimum[D::kScales];
+    KT_UNROLL for (int h = 0; h < D::kScales; h++) {
+      scale[h] = D::scale(record, group, h, v);
+      if constexpr (D::kHasMinimum) minimum[h] = D::minimum(record, group, h, v);
+    }
     const F32 offset = set1(static_cast<float>(D::kOffset));
     for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
       const I32 code = D::template code<S>(record, group, v);
       auto one = [&](I32 byte_j, int j) KT_ALWAYS_INLINE_LAMBDA {
         const F32 u = to_f32(byte_j);
-        const F32 w = D::kHasMinimum ? fma(u, scale, minimum) : mul(sub(u, offset), scale);
+        constexpr int h = S * D::kScales / 8;
+        const F32 w = D::kHasMinimum ? fma(u, scale[h], minimum[h]) : mul(sub(u, offset), scale[h]);
         store(out + (S * 4 + j) * kNR, w);
       };
       one(byte<0>(code), 0), one(byte<1>(code), 1), one(byte<2>(code), 2), one(byte<3>(code), 3);
@@ -62,7 +67,7 @@ static Plan mixmul_plan(const Problem& p, int threads) {
   }
 #endif
   plan.path = kExact;
-  plan_gemm_f32<DecodedRows<Q8_0>>(plan, p, threads, kExactKC);
+  plan_gemm_f32<DecodedRows<Q8_0>>(plan, p, threads, kExactKC, kExactKC);
   return plan;
 }
 static bool mixmul_prepare(const Problem& p, const Plan& plan, void* activations, int64_t begin, int64_t end) {

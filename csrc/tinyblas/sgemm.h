@@ -170,7 +170,7 @@ static Plan sgemm_plan(const Problem& p, int threads) {
     plan.compute_units = ceil_div(p.n, kDotRows);
   } else {
     plan.path = 1;
-    plan_gemm_f32<FloatRows<Type::F32>>(plan, p, threads, kBlocking.kc);
+    plan_gemm_f32<FloatRows<Type::F32>>(plan, p, threads, kBlocking.kc, 64);
   }
   return plan;
 }

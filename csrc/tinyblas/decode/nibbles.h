@@ -3,11 +3,13 @@
 // A decoder is a struct of static functions over one packed record of a panel (16 rows x packed_k elements):
 //   code<S>(record, group, v)      unsigned codes of step S (elements 4S..4S+3 of the group), vector v of the panel:
 //                                  bytes [row][4 k], the VNNI order
-//   scale(record, group, v)        fp32 scales of vector v's rows; minimum(...) likewise where kHasMinimum
+//   scale(record, group, half, v)  fp32 scales of vector v's rows (half: 0, or 0 and 1 where kScales is 2); minimum(...) likewise
+//                                  where kHasMinimum
 //   pack_block / unpack_block      one GGUF block of one row <-> its place in the record
 //   quantize / dequantize          one GGUF block <-> fp32, as the reference does
 // and the constants
-//   kOffset: w = scale * (code - kOffset) + minimum;  kMaxCode;  kGroups of 32 per record;  kHasMinimum
+//   kOffset: w = scale * (code - kOffset) + minimum;  kMaxCode;  kGroups of 32 per record;  kScales per group;  kHasMinimum
+//   kDirectRows: rows of x that the small-M kernel takes at once (8; 4 where decoding is long)
 //
 // Packed record, two groups (64 elements) of 16 rows:
 //   | group 0: 4 x [16 rows][4 bytes] | group 1: the same | 2 x 16 fp16 d | Q4_1: 2 x 16 fp16 m |
@@ -23,8 +25,8 @@ template <class Block>
 struct Nibbles {
   static constexpr bool kHasMinimum = sizeof(Block) == sizeof(BlockQ4_1);
   static constexpr int kOffset = kHasMinimum ? 0 : 8;
-  static constexpr int kMaxCode = 15, kGroups = 2;
-  static constexpr int kScales = 512, kMinima = 576;
+  static constexpr int kMaxCode = 15, kGroups = 2, kScales = 1, kDirectRows = 8;
+  static constexpr int kScaleBytes = 512, kMinimumBytes = 576;
   static constexpr int kRecordBytes = kHasMinimum ? 640 : 576, kBlockBytes = sizeof(Block);
 
   template <int S>
@@ -32,24 +34,24 @@ struct Nibbles {
     const I32 bytes = load_i(record + group * 256 + S % 4 * 64 + v * kLanes * 4);
     return band(S < 4 ? bytes : shift_right_16<4>(bytes), splat_i8(15));
   }
-  KT_INLINE static F32 scale(const uint8_t* record, int group, int v) {
-    return load_f16(reinterpret_cast<const uint16_t*>(record + kScales + group * 32) + v * kLanes);
+  KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {
+    return load_f16(reinterpret_cast<const uint16_t*>(record + kScaleBytes + group * 32) + v * kLanes);
   }
-  KT_INLINE static F32 minimum(const uint8_t* record, int group, int v) {
-    return load_f16(reinterpret_cast<const uint16_t*>(record + kMinima + group * 32) + v * kLanes);
+  KT_INLINE static F32 minimum(const uint8_t* record, int group, int, int v) {
+    return load_f16(reinterpret_cast<const uint16_t*>(record + kMinimumBytes + group * 32) + v * kLanes);
   }
 
   KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int group, int row) {
     KT_UNROLL for (int j = 0; j < 4; j++)
       std::memcpy(record + group * 256 + j * 64 + row * 4, block + offsetof(Block, qs) + j * 4, 4);
-    std::memcpy(record + kScales + group * 32 + row * 2, block, 2);
-    if constexpr (kHasMinimum) std::memcpy(record + kMinima + group * 32 + row * 2, block + 2, 2);
+    std::memcpy(record + kScaleBytes + group * 32 + row * 2, block, 2);
+    if constexpr (kHasMinimum) std::memcpy(record + kMinimumBytes + group * 32 + row * 2, block + 2, 2);
   }
   KT_INLINE static void unpack_block(const uint8_t* record, int group, int row, uint8_t* block) {
     KT_UNROLL for (int j = 0; j < 4; j++)
       std::memcpy(block + offsetof(Block, qs) + j * 4, record + group * 256 + j * 64 + row * 4, 4);
-    std::memcpy(block, record + kScales + group * 32 + row * 2, 2);
-    if constexpr (kHasMinimum) std::memcpy(block + 2, record + kMinima + group * 32 + row * 2, 2);
+    std::memcpy(block, record + kScaleBytes + group * 32 + row * 2, 2);
+    if constexpr (kHasMinimum) std::memcpy(block + 2, record + kMinimumBytes + group * 32 + row * 2, 2);
   }
 
   static void dequantize(const uint8_t* p, float* out) {

@@ -9,31 +9,31 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 struct Q8_0 {
   static constexpr bool kHasMinimum = false;
-  static constexpr int kOffset = 128, kMaxCode = 255, kGroups = 2;
-  static constexpr int kScales = 1024, kRecordBytes = 1088, kBlockBytes = sizeof(BlockQ8_0);
+  static constexpr int kOffset = 128, kMaxCode = 255, kGroups = 2, kScales = 1, kDirectRows = 8;
+  static constexpr int kScaleBytes = 1024, kRecordBytes = 1088, kBlockBytes = sizeof(BlockQ8_0);
 
   template <int S>
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
     return load_i(record + group * 512 + S * 64 + v * kLanes * 4);
   }
-  KT_INLINE static F32 scale(const uint8_t* record, int group, int v) {
-    return load_f16(reinterpret_cast<const uint16_t*>(record + kScales + group * 32) + v * kLanes);
+  KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {
+    return load_f16(reinterpret_cast<const uint16_t*>(record + kScaleBytes + group * 32) + v * kLanes);
   }
-  KT_INLINE static F32 minimum(const uint8_t*, int, int) { return zero(); }
+  KT_INLINE static F32 minimum(const uint8_t*, int, int, int) { return zero(); }
 
   KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int group, int row) {
     KT_UNROLL for (int s = 0; s < 8; s++) {
       const uint32_t word = load_as<uint32_t>(block + 2 + s * 4) ^ 0x80808080u;
       std::memcpy(record + group * 512 + s * 64 + row * 4, &word, 4);
     }
-    std::memcpy(record + kScales + group * 32 + row * 2, block, 2);
+    std::memcpy(record + kScaleBytes + group * 32 + row * 2, block, 2);
   }
   KT_INLINE static void unpack_block(const uint8_t* record, int group, int row, uint8_t* block) {
     KT_UNROLL for (int s = 0; s < 8; s++) {
       const uint32_t word = load_as<uint32_t>(record + group * 512 + s * 64 + row * 4) ^ 0x80808080u;
       std::memcpy(block + 2 + s * 4, &word, 4);
     }
-    std::memcpy(block, record + kScales + group * 32 + row * 2, 2);
+    std::memcpy(block, record + kScaleBytes + group * 32 + row * 2, 2);
   }
 
   static void dequantize(const uint8_t* p, float* out) {

@@ -1,6 +1,6 @@
 // int8 products with vpdpbusd, zmm. What a simd/*_dot.h supplies to int8.h:
 //
-//   Dot          the policy for codes up to 15; DotWide the one for 8-bit codes (here the same)
+//   Dot          the policy for sums that fit 16 bits, DotMid for codes up to 128, DotWide for 8-bit codes (here all the same)
 //     kOffset    false where weight() makes the codes signed, so that no offset correction is left
 //     weight(code)                 the code as the product wants it
 //     begin(init), end(acc, init)  start and finish of a group's sum; `init` points to the 32-bit start value of the row of x.
@@ -34,6 +34,7 @@ struct Dot {
         : "m"(*static_cast<const int32_t*>(x)), "v"(w[0]), "v"(w[1]));
   }
 };
+using DotMid = Dot;
 using DotWide = Dot;
 
 template <int CHAINS>

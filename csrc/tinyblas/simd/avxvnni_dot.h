@@ -22,6 +22,7 @@ struct Dot {
         : "m"(*static_cast<const int32_t*>(x)), "x"(w[0]), "x"(w[1]));
   }
 };
+using DotMid = Dot;
 using DotWide = Dot;
 
 template <int CHAINS>

@@ -12,7 +12,8 @@
 
 namespace ktlinear::tinyblas::KT_TIER {
 
-// Codes up to 15: a group's eight steps stay in int16, |sum| <= 8 * 2 * 15 * 127 = 30480, and are widened once.
+// Small codes: the steps up to the next scale stay in int16 and are widened once. Nibbles in groups of 32 reach
+// 8 * 2 * 15 * 127 = 30480.
 // Per vector and step: maddubs + paddw; per group: madd + paddd.
 struct Dot {
   static constexpr bool kOffset = true;
@@ -33,6 +34,23 @@ struct Dot {
       acc[v] = add_i16(acc[v], maddubs(w[v], b));
       opaque(acc[v]);
     }
+  }
+};
+
+// Codes up to 128: every pair of products is widened at once; 2 * 128 * 127 = 32512. Per vector and step: maddubs + madd + paddd.
+struct DotMid {
+  static constexpr bool kOffset = true;
+  KT_INLINE static I32 weight(I32 code) { return code; }
+  KT_INLINE static I32 begin(const void* init) { return splat_i32(load_as<int32_t>(init)); }
+  KT_INLINE static I32 end(I32 acc, const void*) { return acc; }
+  KT_INLINE static I32 one(I32 acc, I32 w, const void* x) {
+    acc = add_i32(acc, madd(maddubs(w, splat_i32(load_as<int32_t>(x))), splat_i32(0x00010001)));
+    opaque(acc);
+    return acc;
+  }
+  template <int PV>
+  KT_INLINE static void row(I32 (&acc)[PV], const I32 (&w)[PV], const void* x) {
+    KT_UNROLL for (int v = 0; v < PV; v++) acc[v] = one(acc[v], w[v], x);
   }
 };
 
