@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from . import _memory
@@ -14,6 +13,7 @@ from .nn import FLOAT_DTYPES, FLOAT_TYPES, Embedding, Linear
 from .ops import WeightType
 
 try:
+    import numpy as np
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
