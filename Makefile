@@ -26,7 +26,9 @@ lint: $(VENV)/.stamp-packages
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
 
-build: $(VENV)/.stamp-build-$(KTLINEAR_ISA)
+BUILD_STAMP := $(VENV)/.stamp-build-$(KTLINEAR_ISA)-werror-$(KTLINEAR_WERROR)
+
+build: $(BUILD_STAMP)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -43,8 +45,9 @@ $(VENV)/.stamp-packages: requirements-dev.txt $(VENV)/.stamp-torch
 	touch $@
 
 # One library at a time lies in the package, so the stamp of any other build goes. Ninja compiles only what changed.
-$(VENV)/.stamp-build-$(KTLINEAR_ISA): $(VENV)/.stamp-packages setup.py pyproject.toml ktlinear/_cpu.py $(SOURCES)
+$(BUILD_STAMP): $(VENV)/.stamp-packages setup.py pyproject.toml ktlinear/_cpu.py $(SOURCES)
 	rm -f $(VENV)/.stamp-build-*
+	@echo 'Building ktlinear (KTLINEAR_ISA=$(KTLINEAR_ISA)): minutes the first time, and nothing is printed meanwhile.'
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
