@@ -187,9 +187,10 @@ def main() -> None:
     print(f"{file.name}, {file.stat().st_size / MIB:.0f} MiB, {torch.get_num_threads()} threads, {ktlinear.isa()}\n")
     print(f"> {QUESTION}")
     print(f"({stream(model, tokenizer, QUESTION, 128)})\n")
+    print("Measuring both, in turn: this takes some minutes.\n")
     memory = {name: in_fresh_process(name) for name in LOADERS}
     models = {"ktlinear": model, "transformers": load_transformers(file)}
-    print(table(memory, measure_speed(models, text)), "\n", *agreement(*models.values(), text), sep="\n")
+    print(table(memory, measure_speed(models, text)), "", *agreement(*models.values(), text), sep="\n")
 
 
 if __name__ == "__main__":
