@@ -17,8 +17,9 @@ PANELS = torch.zeros(2, 576, dtype=torch.uint8)
 SPARSE = torch.zeros(5, 64).to_sparse()
 QUANTIZED_TENSOR = torch.quantize_per_tensor(torch.zeros(5, 64), 0.1, 0, torch.qint8)
 INT = torch.zeros(3, dtype=torch.int64)
-ACCEPTED = r"expected one of F32 \(0\), F16 \(1\), BF16 \(30\), Q4_0 \(2\), Q4_1 \(3\), Q8_0 \(8\)"
-PACKED = r"expected one that has a packed layout: Q4_0 \(2\), Q4_1 \(3\), Q8_0 \(8\)"
+PACKED_TYPES = ", ".join(rf"{t.name} \({t.value}\)" for t, f in ops.FORMATS.items() if f.packed_k)
+ACCEPTED = rf"expected one of F32 \(0\), F16 \(1\), BF16 \(30\), {PACKED_TYPES}"
+PACKED = rf"expected one that has a packed layout: {PACKED_TYPES}"
 
 BAD = {
     # linear: shapes
@@ -65,21 +66,34 @@ BAD = {
     ),
     "65 dimensions": ("linear", (torch.zeros([1] * 64 + [64]), W), "65 dimensions; expected at most 64"),
     # linear_packed
-    "panels": ("linear_packed", (X, PANELS[:1], None, 20, Q4), r"weight has shape \[1, 576\]; expected \[2, 576\]"),
+    "panels": ("linear_packed", (X, PANELS[:1], None, 20, 64, Q4), r"weight has shape \[1, 576\]; expected \[2, 576\]"),
     "panel bytes": (
         "linear_packed",
-        (X, PANELS[:, 1:], None, 20, Q4),
+        (X, PANELS[:, 1:], None, 20, 64, Q4),
         r"weight has shape \[2, 575\]; expected \[2, 576\]",
     ),
     "panels of floats": (
         "linear_packed",
-        (X, PANELS.float(), None, 20, Q4),
+        (X, PANELS.float(), None, 20, 64, Q4),
         "weight has dtype float32; expected uint8",
     ),
-    "out_features": ("linear_packed", (X, PANELS, None, -1, Q4), "out_features is -1; expected no negative"),
-    "K of panels": ("linear_packed", (X[:, :33], PANELS, None, 20, Q4), r"input has shape \[2, 33\].* multiple of 32"),
-    "unpackable": ("linear_packed", (X, PANELS, None, 20, 0), "weight_type is 0; " + PACKED),
-    "bias of packed": ("linear_packed", (X, PANELS, torch.zeros(5), 20, Q4), r"bias has shape \[5\]; expected \[20\]"),
+    "out_features": ("linear_packed", (X, PANELS, None, -1, 64, Q4), r"\[-1, 64\]; expected no negative"),
+    "K of panels": (
+        "linear_packed",
+        (X[:, :33], PANELS, None, 20, 33, Q4),
+        r"in_features is 33; expected a multiple of 32",
+    ),
+    "K of panels with the same bytes": (
+        "linear_packed",
+        (X[:, :32], PANELS, None, 20, 64, Q4),
+        r"input has shape \[2, 32\]; its last dimension is to be in_features, 64",
+    ),
+    "unpackable": ("linear_packed", (X, PANELS, None, 20, 64, 0), "weight_type is 0; " + PACKED),
+    "bias of packed": (
+        "linear_packed",
+        (X, PANELS, torch.zeros(5), 20, 64, Q4),
+        r"bias has shape \[5\]; expected \[20\]",
+    ),
     # pack, unpack
     "pack floats": ("pack", (W, Q4), "weight has dtype float32; expected uint8 GGUF rows"),
     "pack 1-D": ("pack", (ROWS[0], Q4), r"weight has shape \[36\]; expected two dimensions"),

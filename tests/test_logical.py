@@ -15,7 +15,7 @@ from ktlinear._logical import LogicalWeight
 from ktlinear.nn import Linear
 from ktlinear.ops import WeightType
 
-TYPES = ["Q4_0", "Q4_1", "Q8_0"]
+TYPES = ["Q4_0", "Q5_1", "Q8_0"]
 
 
 def values(linear: nn.Linear, weight_type: str) -> torch.Tensor:

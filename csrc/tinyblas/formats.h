@@ -13,6 +13,8 @@ enum class Type : int32_t {
   F16 = 1,
   Q4_0 = 2,
   Q4_1 = 3,
+  Q5_0 = 6,
+  Q5_1 = 7,
   Q8_0 = 8,
   BF16 = 30,
 };
@@ -27,11 +29,22 @@ struct BlockQ4_1 {
   uint16_t d, m;
   uint8_t qs[16];  // as Q4_0; w = d * q + m
 };
+struct BlockQ5_0 {
+  uint16_t d;
+  uint8_t qh[4];   // bit 4 of element e = bit e of the little-endian word
+  uint8_t qs[16];  // as Q4_0; w = d * (q - 16)
+};
+struct BlockQ5_1 {
+  uint16_t d, m;
+  uint8_t qh[4];
+  uint8_t qs[16];  // as Q5_0; w = d * q + m
+};
 struct BlockQ8_0 {
   uint16_t d;
   int8_t qs[32];  // w = d * q
 };
 static_assert(sizeof(BlockQ4_0) == 18 && sizeof(BlockQ4_1) == 20 && sizeof(BlockQ8_0) == 34);
+static_assert(sizeof(BlockQ5_0) == 22 && sizeof(BlockQ5_1) == 24);
 
 // One row of the table of formats. Floats have block = 1.
 //   packed_k, packed_bytes: one record of the packed layout holds packed_k elements of 16 rows (see README.md).
@@ -52,6 +65,8 @@ inline constexpr FormatInfo kFormats[] = {
     {Type::BF16, "BF16", 1, 2, 0, 0},
     {Type::Q4_0, "Q4_0", 32, sizeof(BlockQ4_0), 64, 576},
     {Type::Q4_1, "Q4_1", 32, sizeof(BlockQ4_1), 64, 640},
+    {Type::Q5_0, "Q5_0", 32, sizeof(BlockQ5_0), 64, 704},
+    {Type::Q5_1, "Q5_1", 32, sizeof(BlockQ5_1), 64, 768},
     {Type::Q8_0, "Q8_0", 32, sizeof(BlockQ8_0), 64, 1088},
 };
 

@@ -1,20 +1,24 @@
-// Calls f.template operator()<Decoder>() for the decoder of a quantized type: the one switch over formats.
+// The one list of quantized formats: type and decoder.
 #pragma once
 
 #include "decode/nibbles.h"
 #include "decode/q8_0.h"
 
+#define KT_FORMATS(X) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0)
+
 namespace ktlinear::tinyblas::KT_TIER {
 
+// Calls f.template operator()<Decoder>() for the decoder of a quantized type.
 template <class F>
 KT_INLINE auto with_decoder(Type t, F f) {
   switch (t) {
-    case Type::Q4_0:
-      return f.template operator()<Q4_0>();
-    case Type::Q4_1:
-      return f.template operator()<Q4_1>();
+#define KT_CASE(name) \
+  case Type::name:    \
+    return f.template operator()<name>();
+    KT_FORMATS(KT_CASE)
+#undef KT_CASE
     default:
-      return f.template operator()<Q8_0>();
+      __builtin_unreachable();  // csrc/ops lets only types of the table through
   }
 }
 
@@ -22,8 +26,11 @@ KT_INLINE auto with_decoder(Type t, F f) {
 template <class D>
 constexpr bool matches(Type t) {
   const FormatInfo* f = find_format(static_cast<int64_t>(t));
-  return f && f->packed_bytes == D::kRecordBytes && f->packed_k == D::kGroups * 32 && f->block_bytes == D::kBlockBytes;
+  return f && f->block == D::kBlock && f->block_bytes == D::kBlockBytes && f->packed_k == D::kGroups * 32 &&
+         f->packed_bytes == D::kRecordBytes && D::kRecordBytes % 64 == 0;
 }
-static_assert(matches<Q4_0>(Type::Q4_0) && matches<Q4_1>(Type::Q4_1) && matches<Q8_0>(Type::Q8_0));
+#define KT_CHECK(name) static_assert(matches<name>(Type::name));
+KT_FORMATS(KT_CHECK)
+#undef KT_CHECK
 
 }  // namespace ktlinear::tinyblas::KT_TIER

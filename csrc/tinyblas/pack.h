@@ -5,13 +5,23 @@
 
 namespace ktlinear::tinyblas::KT_TIER {
 
+template <class D>
+inline constexpr int kBlocksPerRecord = D::kGroups * 32 / D::kBlock;
+
+// Block b of one row of a packed matrix -> a GGUF block.
+template <class D>
+KT_INLINE void unpack_from_panel(const uint8_t* panel, int64_t row, int64_t b, uint8_t* block) {
+  D::unpack_block(panel + b / kBlocksPerRecord<D> * D::kRecordBytes, static_cast<int>(b % kBlocksPerRecord<D>),
+                  static_cast<int>(row % kPanelRows), block);
+}
+
 // Records [begin, end) of one panel from `valid` <= 16 rows; missing rows and the K padding of the last record become zero blocks.
 // As many bytes of each row are fetched `ahead` bytes further on: sixteen short strided streams are too many for the hardware.
 template <class D>
 KT_INLINE void pack_records(const uint8_t* rows, int64_t ldw, int valid, int64_t k, int64_t begin, int64_t end,
                             uint8_t* out, int64_t ahead) {
-  constexpr int64_t block_bytes = D::kBlockBytes, blocks_per_record = D::kGroups;
-  const int64_t blocks = k / 32;
+  constexpr int64_t block_bytes = D::kBlockBytes, blocks_per_record = kBlocksPerRecord<D>;
+  const int64_t blocks = k / D::kBlock;
   const int64_t b0 = begin * blocks_per_record, b1 = min_of(blocks, end * blocks_per_record);
   if (valid < kPanelRows || b1 < end * blocks_per_record) {
     const uint8_t nothing[block_bytes] = {};
@@ -43,36 +53,34 @@ static void codec_pack(Type type, const void* rows, int64_t ldw, int64_t n, int6
 }
 static void codec_unpack(Type type, const void* packed, int64_t n, int64_t k, void* rows, int64_t begin, int64_t end) {
   with_decoder(type, [&]<class D>() {
-    const int64_t records = ceil_div(k, D::kGroups * 32), blocks = k / 32;
+    const int64_t records = ceil_div(k, D::kGroups * 32), blocks = k / D::kBlock;
     for (int64_t row = begin * kPanelRows; row < min_of(n, end * kPanelRows); row++) {
       const uint8_t* panel = static_cast<const uint8_t*>(packed) + row / kPanelRows * records * D::kRecordBytes;
       uint8_t* out = static_cast<uint8_t*>(rows) + row * blocks * D::kBlockBytes;
-      for (int64_t b = 0; b < blocks; b++)
-        D::unpack_block(panel + b / D::kGroups * D::kRecordBytes, static_cast<int>(b % D::kGroups), row % kPanelRows,
-                        out + b * D::kBlockBytes);
+      for (int64_t b = 0; b < blocks; b++) unpack_from_panel<D>(panel, row, b, out + b * D::kBlockBytes);
     }
   });
 }
 static void codec_dequantize(Type type, const void* blocks, int64_t count, float* out) {
   with_decoder(type, [&]<class D>() {
     for (int64_t b = 0; b < count; b++)
-      D::dequantize(static_cast<const uint8_t*>(blocks) + b * D::kBlockBytes, out + b * 32);
+      D::dequantize(static_cast<const uint8_t*>(blocks) + b * D::kBlockBytes, out + b * D::kBlock);
   });
 }
 static void codec_quantize(Type type, const float* in, int64_t count, void* blocks) {
   with_decoder(type, [&]<class D>() {
-    for (int64_t b = 0; b < count; b++) D::quantize(in + b * 32, static_cast<uint8_t*>(blocks) + b * D::kBlockBytes);
+    for (int64_t b = 0; b < count; b++)
+      D::quantize(in + b * D::kBlock, static_cast<uint8_t*>(blocks) + b * D::kBlockBytes);
   });
 }
 static void codec_dequantize_packed_row(Type type, const void* packed, int64_t k, int64_t row, float* out) {
   with_decoder(type, [&]<class D>() {
     const int64_t records = ceil_div(k, D::kGroups * 32);
     const uint8_t* panel = static_cast<const uint8_t*>(packed) + row / kPanelRows * records * D::kRecordBytes;
-    for (int64_t b = 0; b < k / 32; b++) {
+    for (int64_t b = 0; b < k / D::kBlock; b++) {
       uint8_t block[D::kBlockBytes];
-      D::unpack_block(panel + b / D::kGroups * D::kRecordBytes, static_cast<int>(b % D::kGroups), row % kPanelRows,
-                      block);
-      D::dequantize(block, out + b * 32);
+      unpack_from_panel<D>(panel, row, b, block);
+      D::dequantize(block, out + b * D::kBlock);
     }
   });
 }

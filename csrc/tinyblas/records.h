@@ -20,7 +20,7 @@ struct Records {
   const uint8_t* get(int64_t n, int64_t k, int64_t kc, uint8_t* scratch) const {
     if (p.packed) return packed(n, k);
     const int valid = static_cast<int>(min_of<int64_t>(kPanelRows, p.n - n));
-    const int64_t row = k / 32 * D::kBlockBytes, slice = kc / 32 * D::kBlockBytes;
+    const int64_t row = k / D::kBlock * D::kBlockBytes, slice = kc / D::kBlock * D::kBlockBytes;
     const int64_t ahead = k + kc < p.k ? slice : kPanelRows * p.ldw - row;
     pack_records<D>(static_cast<const uint8_t*>(p.w) + n * p.ldw, p.ldw, valid, p.k, k / kK, ceil_div(k + kc, kK),
                     scratch, ahead);
@@ -29,8 +29,8 @@ struct Records {
   NextSlice next(int64_t n, int64_t k, int64_t kc, int64_t panels) const {
     if (p.packed)
       return {reinterpret_cast<const char*>(packed(n, k)), panel_stride(), ceil_div(kc, kK) * D::kRecordBytes, panels};
-    return {static_cast<const char*>(p.w) + n * p.ldw + k / 32 * D::kBlockBytes, p.ldw, kc / 32 * D::kBlockBytes,
-            panels * kPanelRows};
+    return {static_cast<const char*>(p.w) + n * p.ldw + k / D::kBlock * D::kBlockBytes, p.ldw,
+            kc / D::kBlock * D::kBlockBytes, panels * kPanelRows};
   }
 };
 

@@ -1,57 +1,67 @@
-// Formats of 32-element blocks with one nibble per element: Q4_0, Q4_1.
+// Formats of 32-element blocks with a nibble per element, and maybe a fifth bit: Q4_0, Q4_1, Q5_0, Q5_1.
 //
 // A decoder is a struct of static functions over one packed record of a panel (16 rows x packed_k elements):
 //   code<S>(record, group, v)      unsigned codes of step S (elements 4S..4S+3 of the group), vector v of the panel:
 //                                  bytes [row][4 k], the VNNI order
-//   scale(record, group, half, v)  fp32 scales of vector v's rows (half: 0, or 0 and 1 where kScales is 2); minimum(...) likewise
-//                                  where kHasMinimum
-//   pack_block / unpack_block      one GGUF block of one row <-> its place in the record
+//   scale(record, group, half, v)  fp32 scales of vector v's rows (half: 0, or 0 and 1 where kScales is 2); minimum(...)
+//                                  likewise where kHasMinimum
+//   pack_block / unpack_block      one GGUF block of one row <-> its place in the record; `index` counts the record's blocks
 //   quantize / dequantize          one GGUF block <-> fp32, as the reference does
 // and the constants
+//   kBlock: elements per GGUF block;  kBlockBytes, kRecordBytes
 //   kOffset: w = scale * (code - kOffset) + minimum;  kMaxCode;  kGroups of 32 per record;  kScales per group;  kHasMinimum
 //   kDirectRows: rows of x that the small-M kernel takes at once (8; 4 where decoding is long)
 //
-// Packed record, two groups (64 elements) of 16 rows:
-//   | group 0: 4 x [16 rows][4 bytes] | group 1: the same | 2 x 16 fp16 d | Q4_1: 2 x 16 fp16 m |
-// Quarter j of a group holds bytes 4j..4j+3 of each row's qs: its low nibbles are step j, its high ones step j + 4. So packing
-// moves whole 32-bit words, and every load is aligned to 64 bytes.
+// Packed record, two groups (64 elements) of 16 rows; bit planes and minima only where the format has them:
+//   | group 0: 4 x [16 rows][4 bytes] nibbles, 1 x [16 rows][4 bytes] bits | group 1: the same | 2 x 16 fp16 d | 2 x 16 fp16 m |
+// Quarter j of a group's nibbles holds bytes 4j..4j+3 of each row's qs: its low nibbles are step j, its high ones step j + 4. So
+// packing moves whole 32-bit words, and every load is aligned to 64 bytes. In the bit plane, byte [row][i] holds the fifth bit of
+// element 4s + i in bit s.
 #pragma once
 
-#include "../epilogue.h"
+#include "pieces.h"
 
 namespace ktlinear::tinyblas::KT_TIER {
 
 template <class Block>
 struct Nibbles {
-  static constexpr bool kHasMinimum = sizeof(Block) == sizeof(BlockQ4_1);
-  static constexpr int kOffset = kHasMinimum ? 0 : 8;
-  static constexpr int kMaxCode = 15, kGroups = 2, kScales = 1, kDirectRows = 8;
-  static constexpr int kScaleBytes = 512, kMinimumBytes = 576;
-  static constexpr int kRecordBytes = kHasMinimum ? 640 : 576, kBlockBytes = sizeof(Block);
+  static constexpr bool kHasMinimum = requires(Block b) { b.m; }, kHasBit = requires(Block b) { b.qh; };
+  static constexpr int kLevels = kHasBit ? 32 : 16, kMaxCode = kLevels - 1, kOffset = kHasMinimum ? 0 : kLevels / 2;
+  static constexpr int kBlock = 32, kBlockBytes = sizeof(Block), kGroups = 2, kScales = 1, kDirectRows = 8;
+  static constexpr int kGroupBytes = 256 + 64 * kHasBit, kScaleBytes = 2 * kGroupBytes,
+                       kMinimumBytes = kScaleBytes + 64;
+  static constexpr int kRecordBytes = kScaleBytes + 64 + 64 * kHasMinimum;
 
   template <int S>
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
-    const I32 bytes = load_i(record + group * 256 + S % 4 * 64 + v * kLanes * 4);
-    return band(S < 4 ? bytes : shift_right_16<4>(bytes), splat_i8(15));
+    const uint8_t* g = record + group * kGroupBytes;
+    I32 u = nibble<S>(g, v);
+    if constexpr (kHasBit) u = bor(u, bit<S, 4>(g + 256, v));
+    return u;
   }
   KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {
-    return load_f16(reinterpret_cast<const uint16_t*>(record + kScaleBytes + group * 32) + v * kLanes);
+    return load_halves(record + kScaleBytes + group * 32, v);
   }
   KT_INLINE static F32 minimum(const uint8_t* record, int group, int, int v) {
-    return load_f16(reinterpret_cast<const uint16_t*>(record + kMinimumBytes + group * 32) + v * kLanes);
+    return load_halves(record + kMinimumBytes + group * 32, v);
   }
 
-  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int group, int row) {
-    KT_UNROLL for (int j = 0; j < 4; j++)
-      std::memcpy(record + group * 256 + j * 64 + row * 4, block + offsetof(Block, qs) + j * 4, 4);
-    std::memcpy(record + kScaleBytes + group * 32 + row * 2, block, 2);
-    if constexpr (kHasMinimum) std::memcpy(record + kMinimumBytes + group * 32 + row * 2, block + 2, 2);
+  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int index, int row) {
+    uint8_t* g = record + index * kGroupBytes + row * 4;
+    KT_UNROLL for (int j = 0; j < 4; j++) std::memcpy(g + j * 64, block + offsetof(Block, qs) + j * 4, 4);
+    if constexpr (kHasBit) put_bits(g + 256, load_as<uint32_t>(block + offsetof(Block, qh)));
+    std::memcpy(record + kScaleBytes + index * 32 + row * 2, block, 2);
+    if constexpr (kHasMinimum) std::memcpy(record + kMinimumBytes + index * 32 + row * 2, block + 2, 2);
   }
-  KT_INLINE static void unpack_block(const uint8_t* record, int group, int row, uint8_t* block) {
-    KT_UNROLL for (int j = 0; j < 4; j++)
-      std::memcpy(block + offsetof(Block, qs) + j * 4, record + group * 256 + j * 64 + row * 4, 4);
-    std::memcpy(block, record + kScaleBytes + group * 32 + row * 2, 2);
-    if constexpr (kHasMinimum) std::memcpy(block + 2, record + kMinimumBytes + group * 32 + row * 2, 2);
+  KT_INLINE static void unpack_block(const uint8_t* record, int index, int row, uint8_t* block) {
+    const uint8_t* g = record + index * kGroupBytes + row * 4;
+    KT_UNROLL for (int j = 0; j < 4; j++) std::memcpy(block + offsetof(Block, qs) + j * 4, g + j * 64, 4);
+    if constexpr (kHasBit) {
+      const uint32_t bits = get_bits(g + 256);
+      std::memcpy(block + offsetof(Block, qh), &bits, 4);
+    }
+    std::memcpy(block, record + kScaleBytes + index * 32 + row * 2, 2);
+    if constexpr (kHasMinimum) std::memcpy(block + 2, record + kMinimumBytes + index * 32 + row * 2, 2);
   }
 
   static void dequantize(const uint8_t* p, float* out) {
@@ -60,14 +70,17 @@ struct Nibbles {
     const float d = half_to_float(b.d);
     float m = 0;
     if constexpr (kHasMinimum) m = half_to_float(b.m);
-    for (int j = 0; j < 16; j++) {
-      const int lo = b.qs[j] & 15, hi = b.qs[j] >> 4;
-      out[j] = kHasMinimum ? d * static_cast<float>(lo) + m : d * static_cast<float>(lo - kOffset);
-      out[j + 16] = kHasMinimum ? d * static_cast<float>(hi) + m : d * static_cast<float>(hi - kOffset);
+    uint32_t high = 0;
+    if constexpr (kHasBit) std::memcpy(&high, b.qh, 4);
+    for (int j = 0; j < 32; j++) {
+      const int nibble = j < 16 ? b.qs[j] & 15 : b.qs[j - 16] >> 4;
+      const int q = nibble | static_cast<int>(high >> j & 1) << 4;
+      out[j] = kHasMinimum ? d * static_cast<float>(q) + m : d * static_cast<float>(q - kOffset);
     }
   }
-  // Q4_0: d = x / -8 for the x of largest magnitude, q = min(15, trunc(x / d + 8.5)).
-  // Q4_1: d = (max - min) / 15, m = min, q = min(15, trunc((x - m) / d + 0.5)).  Both with the fp32 inverse of the fp32 d.
+  // Without a minimum: d = x / -(levels / 2) for the x of largest magnitude, q = trunc(x / d + levels / 2 + 0.5), at most
+  // levels - 1. With one: d = (max - min) / (levels - 1), m = min, q = trunc((x - m) / d + 0.5). Both with the fp32 inverse of
+  // the fp32 d.
   static void quantize(const float* x, uint8_t* p) {
     Block b{};
     float base = 0, d;
@@ -77,32 +90,31 @@ struct Nibbles {
         lo = x[i] < lo ? x[i] : lo;
         hi = x[i] > hi ? x[i] : hi;
       }
-      d = (hi - lo) / 15.f;
+      d = (hi - lo) / static_cast<float>(kLevels - 1);
       base = lo;
       b.m = float_to_half(lo);
     } else {
       float extreme = x[0];  // the first of several equal magnitudes, sign and all
       for (int i = 1; i < 32; i++) extreme = __builtin_fabsf(x[i]) > __builtin_fabsf(extreme) ? x[i] : extreme;
-      d = extreme / -8.f;
+      d = extreme / static_cast<float>(-kLevels / 2);
     }
     const float inverse = d != 0 ? 1.f / d : 0.f;
     b.d = float_to_half(d);
-    for (int j = 0; j < 16; j++) {
-      const float half = kHasMinimum ? 0.5f : 8.5f;
-      const float lo = (x[j] - base) * inverse + half, hi = (x[j + 16] - base) * inverse + half;
-      b.qs[j] = static_cast<uint8_t>(nibble(lo) | nibble(hi) << 4);
+    uint32_t high = 0;
+    for (int j = 0; j < 32; j++) {
+      const float v = (x[j] - base) * inverse + static_cast<float>(kOffset) + 0.5f;
+      const int q = static_cast<int>(v < kMaxCode ? v : kMaxCode);  // v >= 0 but for NaN, which compares false
+      b.qs[j % 16] = static_cast<uint8_t>(b.qs[j % 16] | (q & 15) << (j / 16 * 4));
+      high |= static_cast<uint32_t>(q >> 4) << j;
     }
+    if constexpr (kHasBit) std::memcpy(b.qh, &high, 4);
     std::memcpy(p, &b, sizeof b);
-  }
-
- private:
-  KT_INLINE static int nibble(float v) {
-    const int q = static_cast<int>(v < 15.f ? v : 15.f);  // v >= 0 but for NaN, which compares false
-    return q;
   }
 };
 
 using Q4_0 = Nibbles<BlockQ4_0>;
 using Q4_1 = Nibbles<BlockQ4_1>;
+using Q5_0 = Nibbles<BlockQ5_0>;
+using Q5_1 = Nibbles<BlockQ5_1>;
 
 }  // namespace ktlinear::tinyblas::KT_TIER

@@ -10,7 +10,7 @@ namespace ktlinear::tinyblas::KT_TIER {
 struct Q8_0 {
   static constexpr bool kHasMinimum = false;
   static constexpr int kOffset = 128, kMaxCode = 255, kGroups = 2, kScales = 1, kDirectRows = 8;
-  static constexpr int kScaleBytes = 1024, kRecordBytes = 1088, kBlockBytes = sizeof(BlockQ8_0);
+  static constexpr int kScaleBytes = 1024, kRecordBytes = 1088, kBlock = 32, kBlockBytes = sizeof(BlockQ8_0);
 
   template <int S>
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {

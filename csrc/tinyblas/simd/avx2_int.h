@@ -17,6 +17,31 @@ template <int N>
 KT_INLINE I32 shift_right_16(I32 v) {
   return _mm256_srli_epi16(v, N);
 }
+template <int N>
+KT_INLINE I32 shift_left_16(I32 v) {
+  return _mm256_slli_epi16(v, N);
+}
+template <int N>
+KT_INLINE I32 shift_right_32(I32 v) {
+  return _mm256_srli_epi32(v, N);
+}
+KT_INLINE I32 bor(I32 a, I32 b) { return _mm256_or_si256(a, b); }
+KT_INLINE I32 table16(const uint8_t* t) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(t)));
+}
+KT_INLINE I32 lookup16(I32 table, I32 index) { return _mm256_shuffle_epi8(table, index); }
+KT_INLINE I32 load_u8(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+KT_INLINE I32 load_s8(const uint8_t* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+KT_INLINE F32 gather_f32(const float* table, const uint8_t* index) {
+  return _mm256_i32gather_ps(table, load_u8(index), 4);
+}
+KT_INLINE I32 gather_i32(const uint32_t* table, I32 index) {
+  return _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), index, 4);
+}
 KT_INLINE F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(v); }
 template <int J>
 KT_INLINE I32 byte(I32 v) {

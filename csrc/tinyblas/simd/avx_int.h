@@ -21,6 +21,44 @@ template <int N>
 KT_INLINE I32 shift_right_16(I32 v) {
   return {_mm_srli_epi16(v.lo, N), _mm_srli_epi16(v.hi, N)};
 }
+template <int N>
+KT_INLINE I32 shift_left_16(I32 v) {
+  return {_mm_slli_epi16(v.lo, N), _mm_slli_epi16(v.hi, N)};
+}
+template <int N>
+KT_INLINE I32 shift_right_32(I32 v) {
+  return {_mm_srli_epi32(v.lo, N), _mm_srli_epi32(v.hi, N)};
+}
+KT_INLINE I32 bor(I32 a, I32 b) { return {_mm_or_si128(a.lo, b.lo), _mm_or_si128(a.hi, b.hi)}; }
+KT_INLINE I32 table16(const uint8_t* t) {
+  const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(t));
+  return {v, v};
+}
+KT_INLINE I32 lookup16(I32 table, I32 index) {
+  return {_mm_shuffle_epi8(table.lo, index.lo), _mm_shuffle_epi8(table.hi, index.hi)};
+}
+KT_INLINE I32 load_u8(const uint8_t* p) {
+  const __m128i v = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return {_mm_cvtepu8_epi32(v), _mm_cvtepu8_epi32(_mm_srli_si128(v, 4))};
+}
+KT_INLINE I32 load_s8(const uint8_t* p) {
+  const __m128i v = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return {_mm_cvtepi8_epi32(v), _mm_cvtepi8_epi32(_mm_srli_si128(v, 4))};
+}
+KT_INLINE F32 gather_f32(const float* table, const uint8_t* index) {
+  return _mm256_setr_ps(table[index[0]], table[index[1]], table[index[2]], table[index[3]], table[index[4]],
+                        table[index[5]], table[index[6]], table[index[7]]);
+}
+KT_INLINE I32 gather_i32(const uint32_t* table, I32 index) {
+  alignas(16) int32_t i[8];
+  _mm_store_si128(reinterpret_cast<__m128i*>(i), index.lo);
+  _mm_store_si128(reinterpret_cast<__m128i*>(i + 4), index.hi);
+  auto four = [&](const int32_t* j) {
+    return _mm_setr_epi32(static_cast<int32_t>(table[j[0]]), static_cast<int32_t>(table[j[1]]),
+                          static_cast<int32_t>(table[j[2]]), static_cast<int32_t>(table[j[3]]));
+  };
+  return {four(i), four(i + 4)};
+}
 KT_INLINE F32 to_f32(I32 v) {
   return _mm256_cvtepi32_ps(_mm256_insertf128_si256(_mm256_castsi128_si256(v.lo), v.hi, 1));
 }

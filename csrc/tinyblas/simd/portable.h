@@ -9,7 +9,11 @@
 //   fma(a, b, c) = a * b + c       fused where the hardware can
 //   transpose(rows)                kLanes x kLanes
 //   sum(v), sum4(v, out)           horizontal, of one vector or of four, in the same order
-//   load_i, splat_i8, splat_i32, band, bxor, shift_right_16<N> (of 16-bit units), to_f32, byte<j> (byte j of each 32-bit lane)
+//   load_i, splat_i8, splat_i32, band, bor, bxor, to_f32, byte<j> (byte j of each 32-bit lane)
+//   shift_right_16<N>, shift_left_16<N>   of 16-bit units; shift_right_32<N> of 32-bit ones, zeros coming in
+//   table16(t), lookup16(table, i) a table of 16 bytes, looked up with bytes below 16
+//   load_u8, load_s8               kLanes bytes, widened to 32-bit lanes
+//   gather_f32(table, p)           table[p[lane]] for kLanes bytes at p; gather_i32(table, i) table[i] for each lane
 // Tiers with an int8 product worth using add a simd/*_dot.h, which defines KT_HAS_DOT (see there).
 #pragma once
 
@@ -71,6 +75,34 @@ KT_INLINE I32 bxor(I32 a, I32 b) { return a ^ b; }
 template <int N>
 KT_INLINE I32 shift_right_16(I32 v) {
   return reinterpret_cast<I32>(reinterpret_cast<U16>(v) >> N);
+}
+template <int N>
+KT_INLINE I32 shift_left_16(I32 v) {
+  return reinterpret_cast<I32>(reinterpret_cast<U16>(v) << N);
+}
+KT_INLINE I32 bor(I32 a, I32 b) { return a | b; }
+typedef uint8_t U8 __attribute__((vector_size(16)));
+KT_INLINE I32 table16(const uint8_t* t) { return load_i(t); }
+KT_INLINE I32 lookup16(I32 table, I32 index) {
+  const U8 t = reinterpret_cast<U8>(table), i = reinterpret_cast<U8>(index);
+  U8 out{};
+  KT_UNROLL for (int j = 0; j < 16; j++) out[j] = t[i[j]];
+  return reinterpret_cast<I32>(out);
+}
+KT_INLINE I32 load_u8(const uint8_t* p) { return I32{p[0], p[1], p[2], p[3]}; }
+KT_INLINE I32 load_s8(const uint8_t* p) {
+  return I32{static_cast<int8_t>(p[0]), static_cast<int8_t>(p[1]), static_cast<int8_t>(p[2]), static_cast<int8_t>(p[3])};
+}
+KT_INLINE F32 gather_f32(const float* table, const uint8_t* index) {
+  return F32{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
+}
+KT_INLINE I32 gather_i32(const uint32_t* table, I32 index) {
+  return I32{static_cast<int32_t>(table[index[0]]), static_cast<int32_t>(table[index[1]]),
+             static_cast<int32_t>(table[index[2]]), static_cast<int32_t>(table[index[3]])};
+}
+template <int N>
+KT_INLINE I32 shift_right_32(I32 v) {  // logical
+  return reinterpret_cast<I32>(reinterpret_cast<U32>(v) >> N);
 }
 KT_INLINE F32 to_f32(I32 v) { return __builtin_convertvector(v, F32); }
 template <int J>
