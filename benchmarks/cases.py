@@ -52,7 +52,7 @@ def linear_op(weight_type: WeightType, n: int, packed: bool) -> Callable[[torch.
         return torch.ops.kt._linear.default
     if packed:
         op = torch.ops.kt._linear_packed.default
-        return lambda x, weight: op(x, weight, None, n, weight_type)
+        return lambda x, weight: op(x, weight, None, n, x.shape[-1], weight_type)
     plain = torch.ops.kt._linear.default
     return lambda x, weight: plain(x, weight, None, weight_type)
 

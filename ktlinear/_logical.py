@@ -16,59 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
-from .ops import PANEL_ROWS, WeightType
+from .ops import PANEL_ROWS, WeightType, linear_stored
 
 aten = torch.ops.aten
 kt = torch.ops.kt
 
-# kt.* resolves the overload on every call; the hot path must not.
-_linear = kt._linear.default
-_linear_with_autograd = kt.linear.default
-_linear_packed = kt._linear_packed.default
-_linear_packed_with_autograd = kt.linear_packed.default
-_is_autocast_enabled = torch.is_autocast_enabled
-_is_grad_enabled = torch.is_grad_enabled
-
 LOGICAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def linear(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight_type: int | None,
-    packed_shape: tuple[int, int] | None,
-) -> torch.Tensor:
-    """y = input * weight^T + bias, on the cheapest of the operators that will do.
-
-    Args:
-        input: [..., K], fp32, fp16 or bf16; under ``torch.autocast("cpu")`` it is cast as F.linear would.
-        weight: packed panels (uint8) if `packed_shape` is given, else GGUF rows (uint8) or a float matrix [N, K].
-        bias: [N] or None.
-        weight_type: the GGML id of quantized bytes (not the enum: it costs 1 us), None for a float weight.
-        packed_shape: (N, K) of a packed weight, None for any other.
-
-    Returns:
-        [..., N] in the (cast) input's dtype.
-
-    Raises:
-        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
-    """
-    # F.linear's autocast rule casts floating-point CPU tensors except float64.
-    if _is_autocast_enabled("cpu") and input.dtype in LOGICAL_DTYPES:
-        input = input.to(torch.get_autocast_dtype("cpu"))
-    # An operator with autograd costs several microseconds more per call, under no_grad too.
-    with_autograd = _is_grad_enabled() and (
-        input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    if packed_shape is None:
-        return (_linear_with_autograd if with_autograd else _linear)(input, weight, bias, weight_type)
-    out_features, in_features = packed_shape
-    # Panels are padded to whole records: K = 32 and K = 64 have the same bytes, so the operator cannot tell.
-    if input.shape[-1] != in_features:
-        raise RuntimeError(f"input has shape {list(input.shape)}; expected [..., {in_features}]")
-    op = _linear_packed_with_autograd if with_autograd else _linear_packed
-    return op(input, weight, bias, out_features, weight_type)
 
 
 class LogicalWeight(torch.Tensor):
@@ -252,7 +205,7 @@ def _functional_linear(input: Any, weight: Any, bias: Any = None) -> Any:
     if isinstance(bias, LogicalWeight):
         return NotImplemented
     shape = (weight.out_features, weight.in_features) if weight.packed else None
-    return linear(input, weight.qweight, bias, int(weight.weight_type), shape)
+    return linear_stored(input, weight.qweight, bias, int(weight.weight_type), shape)
 
 
 def _mm(input: Any, weight: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _logical, _memory
 from ._logical import LOGICAL_DTYPES, LogicalWeight
-from .ops import WeightType, packed_shape, row_bytes
+from .ops import WeightType, linear_stored, packed_shape, row_bytes
 from .ops import weight_type as to_weight_type
 
 __all__ = ["Embedding", "Linear"]
@@ -334,7 +334,7 @@ class Linear(_QuantizedWeight, nn.Linear):  # type: ignore[override]
         weight_type = self._type
         weight = parameters["weight" if weight_type is None else "qweight"]
         shape = (self.out_features, self.in_features) if self.packed else None
-        return _logical.linear(input, weight, parameters["bias"], weight_type, shape)
+        return linear_stored(input, weight, parameters["bias"], weight_type, shape)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self._type_repr()}"

@@ -4,7 +4,8 @@ The operators themselves are C++ (``torch.ops.kt``):
 
 ========================================================================== ========================================
 ``kt::linear(input, weight, bias=None, weight_type=None)``                  [..., K] -> [..., N], with gradients
-``kt::linear_packed(input, weight, bias, out_features, weight_type)``       the same on a packed weight
+``kt::linear_packed(input, weight, bias, out_features, in_features,``
+``weight_type)``                                                             the same on a packed weight
 ``kt::_linear``, ``kt::_linear_packed``                                     the same without gradients, cheaper to call
 ``kt::pack(weight, weight_type)``                                           GGUF rows -> panels
 ``kt::unpack(weight, out_features, in_features, weight_type)``              panels -> GGUF rows
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad as _forward_ad
 
 from . import _loader  # noqa: F401  (loads the library that defines torch.ops.kt)
 
@@ -40,6 +42,8 @@ class WeightType(enum.IntEnum):
     F16 = 1
     Q4_0 = 2
     Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
     Q8_0 = 8
     BF16 = 30
 
@@ -66,6 +70,8 @@ FORMATS: dict[WeightType, Format] = {
     WeightType.BF16: Format(1, 2, 0, 0),
     WeightType.Q4_0: Format(32, 18, 64, 576),
     WeightType.Q4_1: Format(32, 20, 64, 640),
+    WeightType.Q5_0: Format(32, 22, 64, 704),
+    WeightType.Q5_1: Format(32, 24, 64, 768),
     WeightType.Q8_0: Format(32, 34, 64, 1088),
 }
 
@@ -131,6 +137,10 @@ def packed_shape(t: WeightType | str | int, n: int, k: int) -> tuple[int, int]:
 # OpOverloads, since a packet (torch.ops.kt.linear) looks for its overload on every call.
 _linear = torch.ops.kt._linear.default
 _linear_with_autograd = torch.ops.kt.linear.default
+_linear_packed = torch.ops.kt._linear_packed.default
+_linear_packed_with_autograd = torch.ops.kt.linear_packed.default
+_is_autocast_enabled = torch.is_autocast_enabled
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def linear(
@@ -152,19 +162,57 @@ def linear(
         RuntimeError: an argument's shape, dtype, layout or device does not fit; the message names it.
         ValueError: there is no such `weight_type`.
     """
-    if weight_type is not None and type(weight_type) is not WeightType:
-        weight_type = _as_weight_type(weight_type)
-    if torch.is_autocast_enabled("cpu") and input.dtype in _FLOAT_DTYPES:
-        input = input.to(torch.get_autocast_dtype("cpu"))
-    # An operator with Python autograd costs 5 us a call more, under no_grad too.
-    if torch.is_grad_enabled() and (
-        input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    ):
-        return _linear_with_autograd(input, weight, bias, weight_type)
-    return _linear(input, weight, bias, weight_type)
+    # An operator takes a plain int sooner than the enum, by 0.7 us.
+    if weight_type is not None and (type(weight_type) is not int or weight_type not in FORMATS):
+        weight_type = int(_as_weight_type(weight_type))
+    return linear_stored(input, weight, bias, weight_type, None)
 
 
 _as_weight_type = weight_type  # the argument of `linear` hides the function
+
+
+def linear_stored(
+    input: Tensor, weight: Tensor, bias: Tensor | None, weight_type: int | None, packed_shape: tuple[int, int] | None
+) -> Tensor:
+    """y = input @ weight.T + bias on a weight as a module stores it, by the cheapest of the operators that will do.
+
+    Args:
+        input: [..., K], fp32, fp16 or bf16; under ``torch.autocast("cpu")`` it is cast as F.linear would.
+        weight: packed panels (uint8) if `packed_shape` is given, else GGUF rows (uint8) or a float matrix [N, K].
+        bias: [N] or None.
+        weight_type: the GGML id of quantized bytes, a plain int; None for a float weight.
+        packed_shape: (N, K) of a packed weight, None for any other.
+
+    Returns:
+        [..., N] in the (cast) input's dtype.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+        NotImplementedError: forward-mode differentiation.
+    """
+    # F.linear's autocast rule casts floating-point CPU tensors except float64.
+    if _is_autocast_enabled("cpu") and input.dtype in _FLOAT_DTYPES:
+        input = input.to(torch.get_autocast_dtype("cpu"))
+    # Operators without a formula for it drop a tangent silently.
+    if _forward_ad._current_level >= 0:
+        _refuse_tangents(input=input, weight=weight, bias=bias)
+    # An operator with Python autograd costs 5 us a call more, under no_grad too.
+    with_autograd = _is_grad_enabled() and (
+        input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    if packed_shape is None:
+        return (_linear_with_autograd if with_autograd else _linear)(input, weight, bias, weight_type)
+    op = _linear_packed_with_autograd if with_autograd else _linear_packed
+    return op(input, weight, bias, *packed_shape, weight_type)
+
+
+def _refuse_tangents(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and _forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has a tangent; expected none, since the operators have no forward-mode derivative "
+                "(torch.autograd.functional.jvp and jacobian do without)"
+            )
 
 
 # Fake kernels: shapes and dtypes only. Sizes may be symbolic, so they are compared only with torch._check.
@@ -202,9 +250,14 @@ def _fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, weig
 
 
 def _fake_linear_packed(
-    input: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, weight_type: int
+    input: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, in_features: int, weight_type: int
 ) -> Tensor:
     _check_devices("linear_packed", input=input, weight=weight, bias=bias)
+    _check(
+        input.shape[-1] == in_features,
+        f"kt::linear_packed: input has shape {list(input.shape)}; "
+        f"its last dimension is to be in_features, {in_features}",
+    )
     return input.new_empty([*input.shape[:-1], out_features])
 
 
@@ -261,7 +314,6 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
     ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
     ctx.bias_dtype = bias.dtype if any(needs_bias) else None
-    ctx.in_features = input.shape[-1]
     ctx.rest = rest
 
 
@@ -271,6 +323,11 @@ def _float_weight(weight: Tensor, weight_type: int | None, dtype: torch.dtype) -
     return torch.ops.kt.dequantize(weight, weight_type, dtype)
 
 
+def _matrix(tensor: Tensor) -> Tensor:
+    """[..., K] as [M, K]. Not reshape(-1, K), which cannot tell M where K is 0."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
+
+
 def _gradients(ctx: Any, grad: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     input, _ = ctx.saved_tensors
     grad_input = grad_weight = grad_bias = None
@@ -278,8 +335,7 @@ def _gradients(ctx: Any, grad: Tensor, weight: Tensor | None) -> tuple[Tensor | 
         grad_input = torch.matmul(grad, weight)
     if input is not None:
         dtype = torch.promote_types(grad.dtype, ctx.weight_dtype)
-        rows = grad.reshape(-1, grad.shape[-1]).to(dtype)
-        grad_weight = torch.mm(rows.t(), input.reshape(-1, input.shape[-1]).to(dtype)).to(ctx.weight_dtype)
+        grad_weight = torch.mm(_matrix(grad).to(dtype).t(), _matrix(input).to(dtype)).to(ctx.weight_dtype)
     if ctx.bias_dtype is not None:
         grad_bias = grad.sum(dim=tuple(range(grad.dim() - 1)), dtype=torch.float32) if grad.dim() > 1 else grad
         grad_bias = grad_bias.to(ctx.bias_dtype)
@@ -294,13 +350,13 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _linear_packed_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    out_features, weight_type = ctx.rest
+    out_features, in_features, weight_type = ctx.rest
     _, weight = ctx.saved_tensors
     floats = None
     if weight is not None:
-        rows = torch.ops.kt.unpack(weight, out_features, ctx.in_features, weight_type)
+        rows = torch.ops.kt.unpack(weight, out_features, in_features, weight_type)
         floats = _float_weight(rows, weight_type, grad.dtype)
-    return (*_gradients(ctx, grad, floats), None, None)
+    return (*_gradients(ctx, grad, floats), None, None, None)
 
 
 _register_fakes()

@@ -22,7 +22,7 @@ x, weight = torch.randn(5, 64), torch.randn(20, 64)
 torch.testing.assert_close(kt.linear(x, weight), torch.nn.functional.linear(x, weight), rtol=1e-4, atol=1e-4)
 rows = kt.quantize(weight, 8)
 with ktlinear.exact():
-    y = kt.linear_packed(x, kt.pack(rows, 8), None, 20, 8)
+    y = kt.linear_packed(x, kt.pack(rows, 8), None, 20, 64, 8)
 torch.testing.assert_close(y, x @ kt.dequantize(rows, 8, torch.float32).t(), rtol=1e-4, atol=1e-4)
 print(ktlinear.isa(), ",".join(ktlinear.available_isas()), ktlinear.__file__)
 """

@@ -79,7 +79,7 @@ def test_quantized_weights_match_gguf(isa: str, weight_type: WeightType, packed:
 
             def linear(x: torch.Tensor) -> torch.Tensor:
                 if packed:
-                    return kt.linear_packed(x, panels, bias, n, weight_type)  # noqa: B023
+                    return kt.linear_packed(x, panels, bias, n, k, weight_type)  # noqa: B023
                 return kt.linear(x, rows, bias, weight_type)  # noqa: B023
 
             with ktlinear.exact():
@@ -199,7 +199,7 @@ def test_empty_dimensions_give_what_linear_gives(isa: str, m: int, n: int, k: in
     panels = kt.pack(rows, t)
     assert panels.shape == ops.packed_shape(t, n, k)
     assert torch.equal(kt.linear(x, rows, bias, t), F.linear(x, torch.zeros(n, k).to(dtype), bias))
-    assert torch.equal(kt.linear_packed(x, panels, bias, n, t), F.linear(x, torch.zeros(n, k).to(dtype), bias))
+    assert torch.equal(kt.linear_packed(x, panels, bias, n, k, t), F.linear(x, torch.zeros(n, k).to(dtype), bias))
     assert torch.equal(kt.unpack(panels, n, k, t), rows)
     assert kt.dequantize(rows, t, dtype).shape == (n, k)
 
@@ -289,9 +289,9 @@ def samples() -> list[tuple[str, tuple]]:
         ("linear", (*trained,)),
         ("linear", (x, weight.bfloat16(), None)),
         ("linear", (trained[0], rows, trained[2], int(t))),
-        ("linear_packed", (trained[0], panels, None, 20, int(t))),
+        ("linear_packed", (trained[0], panels, None, 20, 64, int(t))),
         ("_linear", (x, rows, bias, int(t))),
-        ("_linear_packed", (x, panels, bias, 20, int(t))),
+        ("_linear_packed", (x, panels, bias, 20, 64, int(t))),
         ("pack", (rows, int(t))),
         ("_pack_out", (torch.empty_like(panels), rows, int(t))),
         ("unpack", (panels, 20, 64, int(t))),
@@ -349,11 +349,33 @@ def test_gradients_through_quantized_weights(packed: bool) -> None:
     t = WeightType.Q4_1
     rows = random_rows(20, 64, t)
     x, bias = torch.randn(3, 64, requires_grad=True), torch.randn(20, requires_grad=True)
-    y = kt.linear_packed(x, kt.pack(rows, t), bias, 20, t) if packed else kt.linear(x, rows, bias, t)
+    y = kt.linear_packed(x, kt.pack(rows, t), bias, 20, 64, t) if packed else kt.linear(x, rows, bias, t)
     grad = torch.randn(3, 20)
     y.backward(grad)
     torch.testing.assert_close(x.grad, grad @ oracle_dequantize(rows, t))
     torch.testing.assert_close(bias.grad, grad.sum(0))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), ((0, 4, 64), (3, 0, 64), (3, 4, 0)))
+def test_gradients_of_empty_dimensions(m: int, n: int, k: int) -> None:
+    tensors = [torch.randn(shape, requires_grad=True) for shape in ((m, k), (n, k), (n,))]
+    kt.linear(*tensors).sum().backward()
+    for tensor, expected in zip(tensors, ((m, k), (n, k), (n,)), strict=True):
+        assert tensor.grad.shape == expected
+    assert torch.equal(tensors[2].grad, torch.full((n,), float(m)))
+
+
+@pytest.mark.parametrize("argument", ("input", "weight", "bias"))
+def test_forward_mode_differentiation_is_refused_not_dropped(argument: str) -> None:
+    tensors = {"input": torch.randn(2, 64), "weight": torch.randn(5, 64), "bias": torch.randn(5)}
+    with torch.autograd.forward_ad.dual_level():
+        ops.linear(**tensors)
+        tensors[argument] = torch.autograd.forward_ad.make_dual(tensors[argument], torch.ones_like(tensors[argument]))
+        with pytest.raises(NotImplementedError, match=f"^{argument} has a tangent; expected none"):
+            ops.linear(**tensors)
+    with pytest.raises(NotImplementedError, match="^input has a tangent"):
+        x = torch.randn(2, 64)
+        torch.func.jvp(lambda x: ops.linear(x, tensors["weight"].detach()), (x,), (x,))
 
 
 def test_compiled_gradients() -> None:

@@ -47,7 +47,7 @@ def test_same_bits_for_any_number_of_threads(isa: str, m: int, restore_threads: 
                 kt.linear(x, weight),
                 kt.linear(x, weight.half()),
                 kt.linear(x, rows, None, Q4),
-                kt.linear_packed(x, panels, None, n, Q4),
+                kt.linear_packed(x, panels, None, n, k, Q4),
                 kt.quantize(weight, Q4),
                 kt.pack(rows, Q4),
             )
@@ -134,14 +134,14 @@ def test_eight_python_threads_on_one_weight() -> None:
     rows = kt.quantize(weight, Q4)
     panels = kt.pack(rows, Q4)
     inputs = [torch.randn(1 + 5 * i, 256) for i in range(8)]
-    expected = [(kt.linear(x, weight), kt.linear_packed(x, panels, None, 200, Q4)) for x in inputs]
+    expected = [(kt.linear(x, weight), kt.linear_packed(x, panels, None, 200, 256, Q4)) for x in inputs]
     wrong: list[int] = []
     start = threading.Barrier(8)
 
     def work(i: int) -> None:
         start.wait()
         for _ in range(20):
-            y = kt.linear(inputs[i], weight), kt.linear_packed(inputs[i], panels, None, 200, Q4)
+            y = kt.linear(inputs[i], weight), kt.linear_packed(inputs[i], panels, None, 200, 256, Q4)
             if not (torch.equal(y[0], expected[i][0]) and torch.equal(y[1], expected[i][1])):
                 wrong.append(i)
 

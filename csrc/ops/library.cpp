@@ -24,11 +24,15 @@ void register_kernels(StableLibrary& m) {
 
 STABLE_TORCH_LIBRARY(kt, m) {
   m.def("linear(Tensor input, Tensor weight, Tensor? bias=None, int? weight_type=None) -> Tensor");
-  m.def("linear_packed(Tensor input, Tensor weight, Tensor? bias, int out_features, int weight_type) -> Tensor");
+  m.def(
+      "linear_packed(Tensor input, Tensor weight, Tensor? bias, int out_features, int in_features, int weight_type) "
+      "-> Tensor");
   // The same without autograd: the layer that PyTorch puts before an op with Python autograd costs more than a small
   // linear.
   m.def("_linear(Tensor input, Tensor weight, Tensor? bias=None, int? weight_type=None) -> Tensor");
-  m.def("_linear_packed(Tensor input, Tensor weight, Tensor? bias, int out_features, int weight_type) -> Tensor");
+  m.def(
+      "_linear_packed(Tensor input, Tensor weight, Tensor? bias, int out_features, int in_features, int weight_type) "
+      "-> Tensor");
   m.def("pack(Tensor weight, int weight_type) -> Tensor");
   m.def("_pack_out(Tensor(a!) out, Tensor weight, int weight_type) -> ()");
   m.def("unpack(Tensor weight, int out_features, int in_features, int weight_type) -> Tensor");
