@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from . import _cpu
 from ._logical import LOGICAL_DTYPES
 from .nn import FLOAT_DTYPES, Embedding, Linear
 from .ops import WeightType, row_bytes
@@ -29,6 +30,12 @@ NEXT_BEST = {
 
 # Scales are stored in fp16. No type's scale is larger than its block's largest weight, so up to here none overflows.
 LARGEST_WEIGHT = 65504.0
+
+# CPU features with which PyTorch's own linear computes in a float type, and is not slow in it.
+NATIVE = {
+    WeightType.BF16: ("amx_bf16", "avx512_bf16"),
+    WeightType.F16: ("amx_fp16", "avx512_fp16"),
+}
 
 # Seconds of work before a progress bar appears.
 PROGRESS_DELAY = 2.0
@@ -105,9 +112,11 @@ def patch(
     the output projection of ``nn.MultiheadAttention`` does. Weights tied to other linear layers stay tied. A weight
     tied to an ``nn.Embedding``, as a language model's output head is, is quantized together with the table, which
     becomes a `ktlinear.nn.Embedding` on the same bytes; `filter_fn` and `rules` are asked about both, and both are left
-    if either is. Everything that could go wrong with a module is looked at before the first one is swapped; then they
-    are converted one by one, each original dropped as soon as its replacement is in place, so that the model is never
-    in memory twice. An interrupt in between leaves a model that works, with its first modules swapped.
+    if either is. A weight that has the float type asked for is left where the CPU computes in that type, since there
+    PyTorch's own linear is fast. Everything that could go wrong with a module is looked at before the first one is
+    swapped; then they are converted one by one, each original dropped as soon as its replacement is in place, so that
+    the model is never in memory twice. An interrupt in between leaves a model that works, with its first modules
+    swapped.
 
     Args:
         model: changed in place.
@@ -141,7 +150,8 @@ def patch(
                 return f"rule {pattern!r}" if chosen is None else chosen
         return default
 
-    plans = [_plan(group, wanted) for group in _weight_groups(model)]
+    cpu = _cpu.features()
+    plans = [_plan(group, wanted, cpu) for group in _weight_groups(model)]
     places = _places(model)
     report = PatchReport()
     with _progress("patch", sum(plan.nbytes for plan in plans if plan.weight_type is not None)) as bar:
@@ -191,7 +201,9 @@ def unpatch(model: nn.Module) -> PatchReport:
             tied = old in weights
             if not tied:
                 weights[old] = _float_parameter(module)
-            _replace(places[module], _float_module(module, weights[old]))
+            new = _float_module(module, weights[old])
+            _carry_attributes(module, new)
+            _replace(places[module], new)
             _rename_tied_keys(model, {name}, "qweight", "weight")
             sizes = (0, 0) if tied else (old.nbytes, weights[old].nbytes)
             report.rows.append(PatchRow(name, _type_name(module), _dtype_name(weights[old]), "", *sizes))
@@ -231,7 +243,9 @@ def _weight_groups(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
     return list(groups.values())
 
 
-def _plan(group: list[tuple[str, nn.Module, str]], wanted: Callable[[str, nn.Module], WeightType | str]) -> _Plan:
+def _plan(
+    group: list[tuple[str, nn.Module, str]], wanted: Callable[[str, nn.Module], WeightType | str], cpu: frozenset[str]
+) -> _Plan:
     linears: list[tuple[str, _Layer]] = [(name, module) for name, module, _ in group if isinstance(module, nn.Linear)]
 
     def leave(reason: str) -> _Plan:
@@ -255,6 +269,9 @@ def _plan(group: list[tuple[str, nn.Module, str]], wanted: Callable[[str, nn.Mod
     if chosen in FLOAT_DTYPES and len(linears) < len(group):
         embedding = next(name for name, module, _ in group if not isinstance(module, nn.Linear))
         return leave(f"tied to {embedding}; embeddings are changed for quantized types only")
+    native = [feature for feature in NATIVE.get(chosen, ()) if feature in cpu]
+    if native and weight.dtype == FLOAT_DTYPES[chosen]:
+        return leave(f"it is {_dtype_name(weight)} already, in which this CPU computes ({native[0]})")
     reason = _unfit_values(weight)
     if reason is not None:
         return leave(reason)
@@ -288,6 +305,13 @@ def _obstacle(module: nn.Module, parameter_name: str) -> str | None:
         return "its weight is computed from other parameters"
     if _has_hooks(module):
         return _HOOKS
+    more = [
+        *module._buffers,
+        *module._modules,
+        *(name for name in module._parameters if name not in ("weight", "bias")),
+    ]
+    if more:
+        return f"it holds more than a weight and a bias: {', '.join(more)}"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         return "it is an embedding with max_norm or sparse gradients"
     if type(weight) is not nn.Parameter or weight.layout != torch.strided:
@@ -332,6 +356,14 @@ def _replace(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
         setattr(parent, attribute, module)
 
 
+def _carry_attributes(old: nn.Module, new: nn.Module) -> None:
+    """Give `new` what others have set on `old`, such as the marks that transformers leaves."""
+    own = ("_type", "_dtype", "_weight_requires_grad", "packed")
+    for name, value in old.__dict__.items():
+        if name not in own:
+            new.__dict__.setdefault(name, value)
+
+
 def _rename_tied_keys(model: nn.Module, modules: set[str], old: str, new: str) -> None:
     """Tell a transformers model what its tied weights are called now, or it will not save or tie them."""
 
@@ -361,6 +393,7 @@ def _convert(plan: _Plan, places: dict[nn.Module, list[tuple[nn.Module, str]]]) 
         else:
             new = _tied(module, first)
             note, sizes = f"tied to {first_name}", (0, 0)
+        _carry_attributes(module, new)
         _replace(places.pop(module), new)
         rows.append(PatchRow(name, before, plan.weight_type.name, note, *sizes))
     return rows

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ktlinear
+from ktlinear import _cpu
 from ktlinear.nn import Embedding, Linear
 from ktlinear.ops import WeightType
 from ktlinear.patch import NEXT_BEST, PatchReport, PatchRow, fitting_type
@@ -105,6 +106,39 @@ def test_float_types(weight_type, dtype):
     ktlinear.unpatch(model)
     assert type(model.odd) is nn.Linear and model.odd.weight.dtype == torch.float32
     assert relative_error(model(x), expected) < 0.02
+
+
+@pytest.mark.parametrize(
+    "weight_type, dtype, features",
+    [("BF16", torch.bfloat16, "avx512_bf16"), ("BF16", torch.bfloat16, "amx_bf16"), ("F16", torch.float16, "amx_fp16")],
+)
+def test_a_type_that_the_cpu_computes_in_is_left_to_pytorch(monkeypatch, weight_type, dtype, features):
+    model = Model().to(dtype)
+    monkeypatch.setattr(_cpu, "features", lambda: frozenset([features]))
+    report = ktlinear.patch(model, weight_type)
+    assert not report.changed and type(model.first) is nn.Linear
+    assert f"already, in which this CPU computes ({features})" in row(report, "first").note
+    assert ktlinear.patch(Model(), weight_type).changed  # PyTorch has no linear of fp32 inputs on such a weight
+    monkeypatch.setattr(_cpu, "features", lambda: frozenset(["avx2"]))
+    assert len(ktlinear.patch(model, weight_type).changed) == 4 and model.first.weight.dtype == dtype
+
+
+def test_modules_that_hold_more_are_left_and_attributes_go_along():
+    model = nn.Sequential(*(nn.Linear(64, 32) for _ in range(4)))
+    model[0].register_buffer("running", torch.ones(3))
+    model[1].gain = nn.Parameter(torch.ones(2))
+    model[2].act = nn.ReLU()
+    model[3].mark = "mine"
+    keys = set(model.state_dict())
+    report = ktlinear.patch(model)
+    assert [(r.name, r.note) for r in report.left] == [
+        (str(i), f"it holds more than a weight and a bias: {what}") for i, what in enumerate(("running", "gain", "act"))
+    ]
+    assert model[3].mark == "mine" and set(model.state_dict()) == keys - {"3.weight"} | {"3.qweight"}
+    model[3].mark = "changed"
+    ktlinear.unpatch(model)
+    assert model[3].mark == "changed" and type(model[3]) is nn.Linear
+    assert not any(name.startswith("_type") or name == "packed" for name in vars(model[3]))
 
 
 def test_filter_and_rules():
