@@ -1,0 +1,309 @@
+"""The numbers that must hold, one test each, and properties over shapes, types and strides that hypothesis chooses."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_ops import QUANTIZED, ROUNDING, oracle_dequantize, oracle_quantize, random_rows
+
+import ktlinear
+from ktlinear import WeightType, ops
+
+kt = torch.ops.kt
+MS = (1, 4, 9, 20, 40)  # each of the kernels, with a tail
+
+# Integer weights that a type holds exactly (scale 1, minimum 0) if every block begins with these two.
+CODES = {"Q4_0": (-8, 7), "Q4_1": (0, 15), "Q5_0": (-16, 15), "Q5_1": (0, 31), "Q8_0": (-127, 127)}
+
+
+def linears(x: torch.Tensor, rows: torch.Tensor, t: WeightType, bias: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The product on plain rows and on packed ones."""
+    n, k = rows.shape[0], x.shape[-1]
+    return [kt.linear(x, rows, bias, int(t)), kt.linear_packed(x, kt.pack(rows, int(t)), bias, n, k, int(t))]
+
+
+def integer_rows(n: int, k: int, t: WeightType, extreme: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of integers, all of them lowest or highest codes if `extreme`, and their values."""
+    low, high = CODES[t.name]
+    weight = torch.randint(low, high + 1, (n, k // 32, 32)).float()
+    if extreme:
+        weight = torch.where(torch.rand(n, k // 32, 1) < 0.5, float(low), float(high)).expand(-1, -1, 32).clone()
+    weight[..., 0], weight[..., 1] = low, high
+    rows = oracle_quantize(weight.view(n, k), t)
+    assert torch.equal(oracle_dequantize(rows, t), weight.view(n, k))
+    return rows, weight.view(n, k)
+
+
+# ------------------------------------------------------------------------------------------------ sums
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_sums_of_16_bit_floats_are_fp32(isa: str, dtype: torch.dtype) -> None:
+    # 64 products of 40000 pass 65504, where fp16 ends; 1 is lost beside them in a 16-bit sum.
+    x = torch.full((40, 130), 200.0, dtype=dtype)
+    weight = torch.cat((torch.full((35, 64), 200.0), torch.full((35, 64), -200.0), torch.full((35, 2), 0.5)), 1).to(
+        dtype
+    )
+    for m in MS:
+        assert torch.equal(kt.linear(x[:m], weight), torch.full((m, 35), 200.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+@pytest.mark.parametrize("extreme", (False, True))
+def test_group_sums_are_exact_in_int32(isa: str, weight_type: WeightType, extreme: bool) -> None:
+    """Integers up to +-127 are their own int8 codes, so nothing may be rounded, saturate or wrap, in any product."""
+    rows, weight = integer_rows(35, 96, weight_type, extreme)
+    for m in MS:
+        x = torch.randint(-127, 128, (m, 96)).float()
+        if extreme:
+            x = torch.where(torch.rand(m, 1) < 0.5, -127.0, 127.0).expand(-1, 96).clone()
+        x[:, ::32] = 127
+        for y in linears(x, rows, weight_type):
+            assert torch.equal(y.double(), x.double() @ weight.double().t())
+
+
+def test_a_weight_code_of_minus_128_is_exact(isa: str) -> None:
+    rows, weight = integer_rows(17, 64, WeightType.Q8_0, extreme=True)
+    rows.view(17, 2, 34)[:, :, 2:] = 0x80
+    weight[:] = -128
+    for m in MS:
+        x = torch.full((m, 64), 127.0) * torch.tensor([1.0, -1.0]).repeat(m)[:m, None]
+        for y in linears(x, rows, WeightType.Q8_0):
+            assert torch.equal(y, x @ weight.t())
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+@pytest.mark.parametrize("magnitude", (1e-30, 1e-9, 1e6, 1e25))
+def test_scales_of_quantized_activations_are_fp32(isa: str, weight_type: WeightType, magnitude: float) -> None:
+    rows = random_rows(19, 96, weight_type)
+    x = torch.randn(40, 96)
+    for m in MS:
+        for y in linears(x[:m] * magnitude, rows, weight_type):
+            assert relative_error(y / magnitude, x[:m], oracle_dequantize(rows, weight_type)) < 0.02
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+def test_a_group_of_subnormal_activations_counts_as_zero(isa: str, weight_type: WeightType) -> None:
+    rows = random_rows(19, 64, weight_type)
+    for m in MS:
+        x = torch.randn(m, 64)
+        x[:, :32] = 0
+        tiny = x.clone()
+        tiny[:, :32] = 1e-40 * torch.randn(m, 32)
+        for y, expected in zip(linears(tiny, rows, weight_type), linears(x, rows, weight_type), strict=True):
+            assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf"), 1e38, 1e-45))
+def test_a_special_activation_stays_in_its_own_row(isa: str, weight_type: WeightType, value: float) -> None:
+    rows = random_rows(19, 96, weight_type)
+    weight = oracle_dequantize(rows, weight_type)
+    for m in MS:
+        x = torch.randn(m, 96)
+        x[m // 2, 40] = value
+        others = torch.arange(m) != m // 2
+        for y in linears(x, rows, weight_type):
+            if not x.isfinite().all():
+                assert not y[m // 2].isfinite().any()
+            if m > 1:
+                assert relative_error(y[others], x[others], weight) < 0.02
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+@pytest.mark.parametrize("bits", (0x7E00, 0x7C00))
+def test_padding_is_zero_on_both_sides(isa: str, weight_type: WeightType, bits: int) -> None:
+    """Zero times NaN is NaN: a NaN or infinite scale of the last row must not meet the padding of N, M or K."""
+    rows = random_rows(17, 96, weight_type)
+    rows[16, :2] = torch.tensor([bits & 255, bits >> 8], dtype=torch.uint8)
+    for m in MS:
+        for y in linears(torch.randn(m, 96), rows, weight_type):
+            assert y[:, :16].isfinite().all() and not y[:, 16].isfinite().any()
+
+
+@pytest.mark.parametrize(("dtype", "step"), ((torch.float16, 2048), (torch.bfloat16, 256)))
+def test_bias_is_added_in_fp32_and_the_sum_rounded_once(isa: str, dtype: torch.dtype, step: int) -> None:
+    # step + 1 rounds to step (even), so rounding before the bias would lose both ones.
+    x = torch.tensor([[1.0] * 40]).to(dtype).expand(40, 40)
+    weight = torch.zeros(19, 40)
+    weight[:, 0], weight[:, 39] = step, 1
+    bias = torch.ones(19, dtype=dtype)
+    for m in MS:
+        assert torch.equal(kt.linear(x[:m], weight, bias), torch.full((m, 19), step + 2.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", ["F32", *(t.name for t in QUANTIZED)])
+def test_a_sum_does_not_depend_on_its_place(isa: str, kind: str) -> None:
+    """Equal rows of W and of x give equal bits everywhere, in tails too."""
+    t = WeightType[kind]
+    row = torch.randn(1, 1056)
+    weight = row if kind == "F32" else oracle_quantize(row, t)
+    for n, m in ((67, 1), (67, 7), (35, 41)):
+        x = torch.randn(1, 1056).expand(m, -1)
+        y = kt.linear(x, weight.expand(n, -1), None, int(t))
+        assert torch.equal(y, y[:1, :1].expand(m, n))
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+GUARD = """
+import ctypes, sys, warnings
+import torch, ktlinear
+from ktlinear import ops
+
+warnings.simplefilter("ignore")
+kt, page = torch.ops.kt, 4096
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def guarded(t, at_end):
+    size = t.numel() * t.element_size()
+    pages = -(-size // page)
+    base = libc.mmap(None, (pages + 2) * page, 3, 0x22, -1, 0)  # read and write, private and anonymous
+    for edge in (base, base + (pages + 1) * page):
+        assert libc.mprotect(edge, page, 0) == 0
+    start = base + (pages + 1) * page - size if at_end else base + page
+    copy = torch.frombuffer((ctypes.c_char * size).from_address(start), dtype=t.dtype).view(t.shape)
+    return copy.copy_(t)
+
+
+def check(f, *tensors):
+    expected = f(*tensors)
+    for at_end in (False, True):
+        assert torch.equal(f(*(guarded(t, at_end) for t in tensors)), expected)
+
+
+floats = (torch.float32, torch.float16, torch.bfloat16)
+quantized = [int(t) for t, f in ops.FORMATS.items() if f.packed_k]
+with ktlinear.use_isa(sys.argv[1]):
+    for i, (m, n) in enumerate((m, n) for m in (1, 3, 9, 40) for n in (1, 17, 35)):
+        dtype, k = floats[i % 3], (7, 33, 70)[i // 3 % 3]
+        bias = torch.randn(n).to(floats[(i + 1) % 3])
+        for weight_dtype in floats:
+            check(kt.linear, torch.randn(m, k).to(dtype), torch.randn(n, k).to(weight_dtype), bias)
+        for t in quantized:
+            rows = kt.quantize(torch.randn(n, 96), t)
+            panels = kt.pack(rows, t)
+            x = torch.randn(m, 96).to(dtype)
+            for exact in (False, True):
+                kt._set_exact(exact)
+                check(lambda x, w, b: kt.linear(x, w, b, t), x, rows, bias)
+                check(lambda x, w, b: kt.linear_packed(x, w, b, n, 96, t), x, panels, bias)
+            kt._set_exact(False)
+            check(lambda w: kt.pack(w, t), rows)
+            check(lambda w: kt.unpack(w, n, 96, t), panels)
+            check(lambda w: kt.dequantize(w, t, dtype), rows)
+            check(lambda w: kt.quantize(w, t), torch.randn(n, 96).to(dtype))
+            check(lambda w: kt.embedding_packed(torch.tensor([n - 1]), w, n, 96, t, dtype), panels)
+print("ok")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the script places guard pages with Linux's mmap")
+def test_nothing_is_read_outside_the_tensors(isa: str) -> None:
+    """Each tensor begins or ends at a page that cannot be read, in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", GUARD, isa], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("kind", ("BF16", "Q8_0"))
+def test_more_than_2_to_the_31_elements(kind: str) -> None:
+    """Untouched pages of a private mapping are all the same page of zeros, so 2^31 weights take no memory."""
+    t, k = WeightType[kind], 32768
+    n = 2**31 // k + 3
+    width = ops.row_bytes(t, k)
+    last = torch.randn(1, k)
+    stored = last.bfloat16().view(torch.uint8) if kind == "BF16" else oracle_quantize(last, t)
+    memory = mmap.mmap(-1, n * width, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[-width:] = stored.numpy().tobytes()
+    x = torch.randn(1, k)
+    y = kt.linear(x, torch.frombuffer(memory, dtype=torch.uint8).view(n, width), None, int(t))
+    values = last.bfloat16() if kind == "BF16" else oracle_dequantize(stored, t)
+    assert not y[:, :-1].any() and relative_error(y[:, -1:], x, values) < 0.02
+
+
+# ------------------------------------------------------------------------------------------------ properties
+
+sizes = st.integers(1, 70)
+dtypes = st.sampled_from((torch.float32, torch.float16, torch.bfloat16))
+seeds = st.integers(0, 2**32)
+
+
+@st.composite
+def inputs(draw: st.DrawFn, k: int) -> torch.Tensor:
+    """[..., k] of any float type, one to four dimensions, contiguous, in a wider tensor, transposed or expanded."""
+    torch.manual_seed(draw(seeds))
+    shape = draw(st.lists(st.integers(0, 6), max_size=3))
+    kind = draw(st.sampled_from(("contiguous", "columns", "transposed", "expanded")))
+    dtype = draw(dtypes)
+    if kind == "columns":
+        return torch.randn(*shape, k + 9).to(dtype)[..., 5 : 5 + k]
+    if kind == "transposed":
+        return torch.randn(k, *shape).to(dtype).movedim(0, -1)
+    if kind == "expanded":
+        return torch.randn(k).to(dtype).expand(*shape, k)
+    return torch.randn(*shape, k).to(dtype)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), n=sizes, k=sizes, weight_dtype=dtypes, with_bias=st.booleans())
+def test_linear_of_floats_is_f_linear(
+    data: st.DataObject, n: int, k: int, weight_dtype: torch.dtype, with_bias: bool
+) -> None:
+    x = data.draw(inputs(k))
+    weight, bias = torch.randn(n, k).to(weight_dtype), torch.randn(n) if with_bias else None
+    y = kt.linear(x, weight, bias)
+    assert y.dtype == x.dtype and y.shape == F.linear(x, weight.to(x.dtype)).shape
+    if y.numel():
+        assert relative_error(y, x, weight, bias) < 2 * ROUNDING[x.dtype]
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), n=sizes, blocks=st.integers(1, 9), t=st.sampled_from(QUANTIZED))
+def test_linear_of_quantized_rows_is_f_linear_of_their_values(
+    data: st.DataObject, n: int, blocks: int, t: WeightType
+) -> None:
+    k = 32 * blocks
+    x = data.draw(inputs(k))
+    rows = random_rows(n, k, t)
+    weight = oracle_dequantize(rows, t)
+    with ktlinear.exact():
+        exact = linears(x, rows, t)
+    approximate = linears(x, rows, t)
+    for plain, packed in (exact, approximate):
+        assert plain.dtype == x.dtype and plain.shape == (*x.shape[:-1], n) and torch.equal(plain, packed)
+    if exact[0].numel():
+        assert relative_error(exact[0], x, weight) < 1e-5 + 2 * ROUNDING[x.dtype]
+        assert relative_error(approximate[0], x, weight) < 0.03
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=seeds, n=sizes, blocks=st.integers(1, 9), t=st.sampled_from(QUANTIZED))
+def test_packing_any_bytes_loses_nothing(seed: int, n: int, blocks: int, t: WeightType) -> None:
+    torch.manual_seed(seed)
+    rows = torch.randint(0, 256, (n, ops.row_bytes(t, 32 * blocks)), dtype=torch.uint8)
+    panels = kt.pack(rows, int(t))
+    assert panels.shape == ops.packed_shape(t, n, 32 * blocks)
+    assert torch.equal(kt.unpack(panels, n, 32 * blocks, int(t)), rows)
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=seeds, n=sizes, blocks=st.integers(1, 9), t=st.sampled_from(QUANTIZED))
+def test_quantizing_again_changes_little(seed: int, n: int, blocks: int, t: WeightType) -> None:
+    """The second rounding meets values that the first one made, so it costs less than the first."""
+    torch.manual_seed(seed)
+    weight = torch.randn(n, 32 * blocks)
+    once = kt.dequantize(kt.quantize(weight, int(t)), int(t), torch.float32)
+    twice = kt.dequantize(kt.quantize(once, int(t)), int(t), torch.float32)
+    assert (twice - once).norm() < (once - weight).norm()
