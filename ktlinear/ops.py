@@ -4,9 +4,8 @@ The operators themselves are C++ (``torch.ops.kt``):
 
 ========================================================================== ========================================
 ``kt::linear(input, weight, bias=None, weight_type=None)``                  [..., K] -> [..., N], with gradients
-``kt::linear_packed(input, weight, bias, out_features, in_features,``
-``weight_type)``                                                             the same on a packed weight
-``kt::_linear``, ``kt::_linear_packed``                                     the same without gradients, cheaper to call
+``kt::linear_packed(input, weight, bias, out_features, in_features, weight_type)``
+``kt::_linear``, ``kt::_linear_packed``                                     both without gradients, cheaper to call
 ``kt::pack(weight, weight_type)``                                           GGUF rows -> panels
 ``kt::unpack(weight, out_features, in_features, weight_type)``              panels -> GGUF rows
 ``kt::quantize(weight, weight_type, importance=None)``                      floats -> GGUF rows
