@@ -89,7 +89,7 @@ def available_isas() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Use another tier inside a ``with`` block, in all threads of the process. For tests and comparisons.
+    """Use another tier inside a ``with`` block, in the calling thread. For tests and comparisons.
 
     Raises:
         ValueError: `name` is not one of ``available_isas()``.
@@ -107,7 +107,7 @@ def use_isa(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
-    """Compute quantized weights exactly inside a ``with`` block, in all threads of the process.
+    """Compute quantized weights exactly inside a ``with`` block, in the calling thread.
 
     The weights are decoded to fp32 and the activations are left as they are, where the default on CPUs with fast
     integer products rounds the activations to int8 (one scale per 32 elements, about 0.6 % relative RMS error).

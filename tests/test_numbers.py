@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -307,3 +308,51 @@ def test_quantizing_again_changes_little(seed: int, n: int, blocks: int, t: Weig
     once = kt.dequantize(kt.quantize(weight, int(t)), int(t), torch.float32)
     twice = kt.dequantize(kt.quantize(once, int(t)), int(t), torch.float32)
     assert (twice - once).norm() < (once - weight).norm()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_small_scales_survive_flush_to_zero(isa: str, packed: bool) -> None:
+    """Scales of a few 1e-7 are subnormal halves, but no subnormal fp32 may appear on their way."""
+    t = int(WeightType.Q8_0)
+    rows = kt.quantize(torch.full((17, 64), 7e-5), t)
+    expected = oracle_dequantize(rows, WeightType.Q8_0)
+    assert 6.7e-5 < expected[0, 0] < 7.3e-5
+    x = torch.ones(3, 64)
+    torch.set_flush_denormal(True)
+    try:
+        decoded = kt.dequantize(rows, t, torch.float32)
+        if packed:
+            y = kt.linear_packed(x, kt.pack(rows, t), None, 17, 64, t)
+            row = kt.embedding_packed(torch.tensor([5]), kt.pack(rows, t), 17, 64, t, torch.float32)
+        else:
+            y, row = kt.linear(x, rows, None, t), kt.embedding(torch.tensor([5]), rows, t, torch.float32)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(decoded, expected) and torch.equal(row[0], expected[5])
+    torch.testing.assert_close(y, expected.sum(1).expand(3, 17), rtol=1e-2, atol=0)
+
+
+def test_exact_belongs_to_the_thread() -> None:
+    """Two overlapping `with ktlinear.exact()` blocks: neither ends the other's, and nothing stays behind."""
+    rows = kt.quantize(torch.randn(9, 64), WeightType.Q4_0)
+    x = torch.randn(2, 64)
+    rough = kt.linear(x, rows, None, int(WeightType.Q4_0))
+    with ktlinear.exact():
+        exact = kt.linear(x, rows, None, int(WeightType.Q4_0))
+    entered, leave, seen = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with ktlinear.exact():
+            entered.set()
+            leave.wait(10)
+            seen.append(kt.linear(x, rows, None, int(WeightType.Q4_0)))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert entered.wait(10)
+    assert torch.equal(kt.linear(x, rows, None, int(WeightType.Q4_0)), rough)
+    with ktlinear.exact():
+        pass
+    leave.set()
+    thread.join()
+    assert torch.equal(seen[0], exact) and torch.equal(kt.linear(x, rows, None, int(WeightType.Q4_0)), rough)

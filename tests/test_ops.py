@@ -243,8 +243,6 @@ def test_conversions_of_float_types_and_strides(isa: str) -> None:
     assert rows.shape == (3, 2, 68)
     floats = oracle_dequantize(rows, WeightType.Q8_0)
     assert torch.equal(kt.dequantize(rows.transpose(0, 1), WeightType.Q8_0, torch.float32), floats.transpose(0, 1))
-    importance = torch.rand(64)
-    assert torch.equal(kt.quantize(floats, WeightType.Q4_0, importance), kt.quantize(floats, WeightType.Q4_0))
 
 
 def test_pack_into_memory_of_the_caller() -> None:

@@ -66,6 +66,7 @@ View view(const char* op, const char* argument, AtenTensorHandle tensor) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &v.data));
+  if (v.dim > kMaxDims) fail(op, argument, " has ", v.dim, " dimensions; expected at most ", kMaxDims);
   v.sizes = sizes;
   v.strides = strides;
   return v;
@@ -181,12 +182,13 @@ Handle empty(int64_t dim, const int64_t* sizes, int32_t dtype) {
     stride *= sizes[i] > 1 ? sizes[i] : 1;
   }
   AtenTensorHandle tensor;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, dtype, cpu, 0, &tensor));
+  if (aoti_torch_empty_strided(dim, sizes, strides, dtype, cpu, 0, &tensor) != AOTI_TORCH_SUCCESS)
+    throw std::runtime_error("kt: no memory for a tensor of " + std::to_string(dim > 0 ? strides[0] * sizes[0] : 1) +
+                             " elements of " + dtype_name(dtype));
   return Handle(tensor);
 }
 
-Handle empty_like_rows(const char* op, const View& like, int64_t last, int32_t dtype) {
-  if (like.dim > kMaxDims) fail(op, "a tensor has ", like.dim, " dimensions; expected at most ", kMaxDims);
+Handle empty_like_rows(const View& like, int64_t last, int32_t dtype) {
   int64_t sizes[kMaxDims];
   for (int64_t i = 0; i + 1 < like.dim; ++i) sizes[i] = like.sizes[i];
   sizes[like.dim - 1] = last;

@@ -94,7 +94,7 @@ void check_packed(const char* op, const View& weight, const tinyblas::FormatInfo
 constexpr int kMaxDims = 64;  // as many as PyTorch's own iterators take
 
 // A new, contiguous CPU tensor: like's leading dimensions, then `last`.
-Handle empty_like_rows(const char* op, const View& like, int64_t last, int32_t dtype);
+Handle empty_like_rows(const View& like, int64_t last, int32_t dtype);
 Handle empty(int64_t dim, const int64_t* sizes, int32_t dtype);
 Handle contiguous_copy(const View& source);
 void* data(const Handle& tensor);

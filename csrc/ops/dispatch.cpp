@@ -17,7 +17,7 @@ std::atomic<const Tier*> g_tier{[] {
   const Tier* all = tinyblas::tiers(&count);
   return all + (count - 1);
 }()};
-std::atomic<bool> g_exact{false};
+thread_local bool t_exact = false;  // of the calling thread; Problem::exact carries it to the pool's
 
 std::string tier_names() {
   int count;
@@ -33,10 +33,12 @@ std::string tier_names() {
 }  // namespace
 
 const Tier& tier() { return *g_tier.load(std::memory_order_relaxed); }
-bool exact() { return g_exact.load(std::memory_order_relaxed); }
+bool exact() { return t_exact; }
 
 void set_exact(StableIValue* stack, uint64_t, uint64_t) {
-  stack[0] = torch::stable::detail::from(g_exact.exchange(torch::stable::detail::to<bool>(stack[0])));
+  const bool previous = t_exact;
+  t_exact = torch::stable::detail::to<bool>(stack[0]);
+  stack[0] = torch::stable::detail::from(previous);
 }
 
 void isa(StableIValue* stack, uint64_t, uint64_t) { stack[0] = torch::stable::detail::from(std::string(tier().name)); }
@@ -60,6 +62,7 @@ void limit(StableIValue* stack, uint64_t, uint64_t) {
   const Handle buffer = optional_tensor_argument(stack[2]);
   const auto kind = torch::stable::detail::to<std::string>(stack[0]);
   const auto iterations = torch::stable::detail::to<int64_t>(stack[1]);
+  if (iterations < 1) fail("_limit", "iterations is ", iterations, "; expected 1 or more");
   const tinyblas::Limits& limits = *tier().limits;
   std::atomic<int64_t> total{0};
   if (kind == "fma" || kind == "dot") {

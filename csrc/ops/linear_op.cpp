@@ -117,7 +117,7 @@ Handle multiply(const char* op, const View& x, const Handle& bias, Problem& p) {
     if (b.dim != 1 || b.sizes[0] != p.n) fail(op, "bias has shape ", b.shape(), "; expected [", p.n, "]");
     p.bias = contiguous_data(b, bias_copy);
   }
-  Handle y = empty_like_rows(op, x, p.n, x.dtype);
+  Handle y = empty_like_rows(x, p.n, x.dtype);
   p.y = data(y);
   p.ldy = p.n;
   p.exact = exact();

@@ -1,5 +1,7 @@
 // Floats <-> GGUF rows.
 #include <algorithm>
+#include <atomic>
+#include <cmath>
 #include <cstring>
 
 #include "common.h"
@@ -12,6 +14,9 @@ using tinyblas::FormatInfo;
 using tinyblas::Type;
 
 namespace {
+
+// No type's scale is larger than its block's largest weight, so up to here no fp16 scale overflows.
+constexpr float kLargestWeight = 65504.f;
 
 int64_t bytes_of(Type float_type, int64_t count) {
   return tinyblas::row_bytes(*tinyblas::find_format(static_cast<int64_t>(float_type)), count);
@@ -43,11 +48,12 @@ void decode_row(const Codec& codec, const FormatInfo& format, const void* row, i
   });
 }
 
-void encode_row(const Codec& codec, const void* in, Type in_type, int64_t k, const FormatInfo& format, void* row) {
+bool encode_row(const Codec& codec, const void* in, Type in_type, int64_t k, const FormatInfo& format, void* row) {
   if (format.type == in_type) {
     std::memcpy(row, in, static_cast<size_t>(bytes_of(in_type, k)));
-    return;
+    return true;
   }
+  bool fits = true;
   pieces(k, [&](int64_t first, int64_t count) {
     alignas(64) float buffer[kDecodeElements];
     const char* from = static_cast<const char*>(in) + bytes_of(in_type, first);
@@ -57,11 +63,14 @@ void encode_row(const Codec& codec, const void* in, Type in_type, int64_t k, con
       codec.widen(from, in_type, count, buffer);
       wide = buffer;
     }
-    if (tinyblas::is_float(format.type))
+    if (tinyblas::is_float(format.type)) {
       codec.convert(wide, count, format.type, to);
-    else
+    } else {
+      for (int64_t i = 0; i < count; ++i) fits &= std::fabs(wide[i]) <= kLargestWeight;  // false for NaN
       codec.quantize(format.type, wide, count / format.block, to);
+    }
   });
+  return fits;
 }
 
 void quantize(StableIValue* stack, uint64_t, uint64_t) {
@@ -76,20 +85,22 @@ void quantize(StableIValue* stack, uint64_t, uint64_t) {
   if (k % f.block != 0)
     fail(op, "weight has shape ", w.shape(), "; its last dimension, in_features, has to be a multiple of ", f.block,
          " for weight_type ", f.name);
-  if (importance.get() != nullptr) {
-    const View i = view(op, "importance", importance.get());
-    require_float(op, "importance", i.dtype);
-    if (i.dim != 1 || i.sizes[0] != k) fail(op, "importance has shape ", i.shape(), "; expected [", k, "]");
-  }
+  // No type of the table has a quantizer that weighs by importance yet.
+  if (importance.get() != nullptr) fail(op, "importance is given; expected None for weight_type ", f.name);
   Handle copy;
   const char* in = static_cast<const char*>(contiguous_data(w, copy));
   const int64_t in_row = bytes_of(in_type, k), out_row = tinyblas::row_bytes(f, k);
-  Handle out = empty_like_rows(op, w, out_row, dtype_uint8());
+  Handle out = empty_like_rows(w, out_row, dtype_uint8());
   char* to = static_cast<char*>(data(out));
   const Codec& codec = *tier().codec;
+  std::atomic<int64_t> unfit{-1};
   split_bytes(n, in_row, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) encode_row(codec, in + row * in_row, in_type, k, f, to + row * out_row);
+    for (int64_t row = begin; row < end; ++row)
+      if (!encode_row(codec, in + row * in_row, in_type, k, f, to + row * out_row)) unfit = row;
   });
+  if (unfit >= 0)
+    fail(op, "weight holds NaN, infinity or a magnitude above ", kLargestWeight, " in row ", unfit.load(),
+         "; expected finite values that ", f.name, "'s fp16 scales can hold");
   stack[0] = result(std::move(out));
 }
 
@@ -100,7 +111,7 @@ void dequantize(StableIValue* stack, uint64_t, uint64_t) {
   const Type out_type = require_float(op, "the result", dtype);
   const View w = view(op, "weight", weight.get());
   const Rows r = rows(op, w, torch::stable::detail::to<int64_t>(stack[1]));
-  Handle out = empty_like_rows(op, w, r.k, dtype);
+  Handle out = empty_like_rows(w, r.k, dtype);
   char* to = static_cast<char*>(data(out));
   const int64_t out_row = bytes_of(out_type, r.k);
   const Codec& codec = *tier().codec;

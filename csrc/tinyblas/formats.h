@@ -78,7 +78,7 @@ static inline constexpr const FormatInfo* find_format(int64_t id) {
 }
 static inline constexpr bool is_float(Type t) { return t == Type::F32 || t == Type::F16 || t == Type::BF16; }
 
-static inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 // Bytes of one GGUF row of k elements (k a multiple of the block).
 static inline constexpr int64_t row_bytes(const FormatInfo& f, int64_t k) { return k / f.block * f.block_bytes; }

@@ -45,6 +45,8 @@ template <class D>
 using DotFor =
     std::conditional_t<(kLargestSum<D> <= 32767), Dot, std::conditional_t<(D::kMaxCode <= 128), DotMid, DotWide>>;
 template <class D>
+inline constexpr bool kOffsetIsUndone = DotFor<D>::kOffset || D::kOffset == 128;  // what DotWide::weight takes off
+template <class D>
 using KindOf = Kind<D::kHasMinimum, D::kScales, DotFor<D>>;
 
 template <class D>
@@ -98,6 +100,7 @@ KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int 
 // Tiles [begin, end) of x.
 template <class D>
 KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int64_t begin, int64_t end) {
+  static_assert(kOffsetIsUndone<D>);
   using K = KindOf<D>;
   constexpr int offset = K::Dot::kOffset ? D::kOffset : 0;
   for (int64_t t = begin; t < end; t++) {
@@ -130,6 +133,7 @@ KT_INLINE const void* start_of(const float* meta, int i) {
 // ---------------------------------------------------------------- small M: weights decoded in registers
 
 inline constexpr int kDirectAhead = 2304;  // bytes of software prefetch; a constant, or the addresses fill the registers
+inline constexpr int kDirectWhole = 1 << 20;  // K slice of a single tile on packed weights: as good as all of it
 inline constexpr int kDirectKC = 512;  // K slice that several tiles of x, or rows packed into scratch, share in L1
 
 // Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums per vector of a panel. Eight
@@ -394,7 +398,7 @@ KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
   if (p.m <= min_of(kBlocking.direct_max, D::kDirectRows == 8 ? 16 : D::kDirectRows)) {
     plan.path = kDirect;
     plan.tiles = static_cast<int>(ceil_div(p.m, D::kDirectRows));
-    plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? p.k : min_of<int64_t>(kDirectKC, p.k));
+    plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? min_of<int64_t>(p.k, kDirectWhole) : min_of<int64_t>(kDirectKC, p.k));
     // Plain rows are sixteen streams already.
     plan.block_panels = p.packed ? streams(static_cast<int>(ceil_div(p.m, plan.tiles))) : 1;
     plan.prepare_units = plan.tiles;

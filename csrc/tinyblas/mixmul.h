@@ -2,8 +2,8 @@
 // both give the same bits.
 //
 //   exact    W decoded to fp32 panels, x as it is: the fp32 GEMM. The only way on tiers without a fast integer product.
-//   direct   small M: x quantized per 32, W decoded in registers (direct.h)
-//   int8     large M: x quantized per 32, W decoded to int8 panels (gemm_int8.h)
+//   direct   small M: x quantized per 32, W decoded in registers (int8.h)
+//   int8     large M: x quantized per 32, W decoded to int8 panels (int8.h)
 #pragma once
 
 #include "gemm_f32.h"

@@ -46,13 +46,12 @@ KT_INLINE void for_steps(F f) {
   f.template operator()<7>();
 }
 
+// No subnormal fp32 takes part, so the result does not depend on the caller's flush-to-zero mode.
 KT_INLINE float half_to_float(uint16_t h) {
-  // Shift exponent and mantissa into place and correct the exponent's bias by a multiplication, which also normalizes subnormals.
-  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
-  float f = bits_as<float>(static_cast<uint32_t>(h & 0x7FFFu) << 13) * 0x1p112f;
-  uint32_t bits = bits_as<uint32_t>(f);
-  if (f >= 65536.f) bits |= 0x7F800000u;  // the fp16 exponent 31: infinity or NaN
-  return bits_as<float>(bits | sign);
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, magnitude = h & 0x7FFFu;
+  if (magnitude < 0x0400u) return bits_as<float>(sign | bits_as<uint32_t>(static_cast<float>(magnitude) * 0x1p-24f));
+  const uint32_t rebias = magnitude < 0x7C00u ? 0x38000000u : 0x70000000u;  // exponent 31 becomes 255
+  return bits_as<float>(sign | ((magnitude << 13) + rebias));
 }
 KT_INLINE uint16_t float_to_half(float f) {  // round to nearest even
   const uint32_t bits = bits_as<uint32_t>(f), sign = bits >> 16 & 0x8000u, a = bits & 0x7FFFFFFFu;

@@ -21,7 +21,6 @@ KT_INLINE F32 set1(float v) { return _mm512_set1_ps(v); }
 KT_INLINE F32 load(const float* p) { return _mm512_loadu_ps(p); }
 KT_INLINE void store(float* p, F32 v) { _mm512_storeu_ps(p, v); }
 KT_INLINE __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
-KT_INLINE F32 load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
 KT_INLINE void store_n(float* p, F32 v, int n) { _mm512_mask_storeu_ps(p, first(n), v); }
 KT_INLINE F32 load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -19,7 +19,6 @@ KT_INLINE __m256i first(int n) {
   alignas(32) static constexpr int32_t ones[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(ones + 8 - n));
 }
-KT_INLINE F32 load_n(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
 KT_INLINE void store_n(float* p, F32 v, int n) { _mm256_maskstore_ps(p, first(n), v); }
 KT_INLINE F32 load_bf16(const uint16_t* p) {
   const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), z = _mm_setzero_si128();

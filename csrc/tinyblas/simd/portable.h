@@ -2,9 +2,9 @@
 // and the oracle of the other tiers' tests.
 //
 // Every simd/*.h defines the same names in its tier's namespace:
-//   kLanes                         fp32 lanes of a vector; an integer vector has as many bytes
-//   F32, I32                       vectors; I32 also holds 4 * kLanes bytes
-//   zero, set1, load, store        unaligned; load_n / store_n touch only the first n lanes (load_n fills with 0)
+//   kLanes                         fp32 lanes of a vector
+//   F32, I32                       vectors of the same size; an I32 also holds 4 * kLanes bytes
+//   zero, set1, load, store        unaligned; store_n stores the first n lanes only
 //   load_f16, load_bf16, ...       16-bit floats <-> F32; stores round to nearest even
 //   fma(a, b, c) = a * b + c       fused where the hardware can
 //   transpose(rows)                kLanes x kLanes
@@ -31,11 +31,6 @@ KT_INLINE F32 zero() { return F32{0, 0, 0, 0}; }
 KT_INLINE F32 set1(float v) { return F32{v, v, v, v}; }
 KT_INLINE F32 load(const float* p) { return load_as<F32>(p); }
 KT_INLINE void store(float* p, F32 v) { std::memcpy(p, &v, sizeof v); }
-KT_INLINE F32 load_n(const float* p, int n) {
-  F32 v = zero();
-  for (int i = 0; i < n; i++) v[i] = p[i];
-  return v;
-}
 KT_INLINE void store_n(float* p, F32 v, int n) {
   for (int i = 0; i < n; i++) p[i] = v[i];
 }
