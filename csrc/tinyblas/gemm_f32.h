@@ -40,20 +40,7 @@ KT_NOINLINE void tile_f32(const float* x, const float* w, int64_t kc, float* c, 
 template <int V>
 KT_INLINE void tile_f32_rows(const Tile& t, const float* x) {
   const float* w = static_cast<const float*>(t.panel);
-  switch (t.rows) {
-#define KT_CASE(R) \
-  case R:          \
-    if constexpr (R <= kMR) return tile_f32<R, V>(x, w, t.kc, t.c, t.accumulate, t.fetch)
-    KT_CASE(1);
-    KT_CASE(2);
-    KT_CASE(3);
-    KT_CASE(4);
-    KT_CASE(5);
-    KT_CASE(6);
-    KT_CASE(7);
-    KT_CASE(8);
-#undef KT_CASE
-  }
+  with_rows<kMR>(t.rows, [&]<int R>() { tile_f32<R, V>(x, w, t.kc, t.c, t.accumulate, t.fetch); });
 }
 
 // Source:  void fill(int64_t n, int vectors, int64_t k, int64_t kc, float* panel);  NextSlice next(int64_t n, int64_t k, int64_t kc)

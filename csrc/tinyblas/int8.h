@@ -205,20 +205,9 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
 
 template <class D, int P>
 KT_INLINE void direct_rows(int rows, const DirectTile& t) {
-  switch (rows) {
-#define KT_CASE(R) \
-  case R:          \
-    if constexpr (P <= streams(R) && R <= D::kDirectRows) return direct_tile<D, R, P>(t)
-    KT_CASE(1);
-    KT_CASE(2);
-    KT_CASE(3);
-    KT_CASE(4);
-    KT_CASE(5);
-    KT_CASE(6);
-    KT_CASE(7);
-    KT_CASE(8);
-#undef KT_CASE
-  }
+  with_rows<D::kDirectRows>(rows, [&]<int R>() {
+    if constexpr (P <= streams(R)) direct_tile<D, R, P>(t);
+  });
 }
 
 // `count` panels, `run` panels apart, the first one `panel`; all of x. C is [stream][M][16].
@@ -362,19 +351,7 @@ struct KernelInt8 {
     const uint8_t* x = static_cast<const uint8_t*>(t.x) + record_offset<D>(p.m, t.row, t.k, t.kc);
     const uint8_t* w = static_cast<const uint8_t*>(t.panel);
     const int64_t groups = padded_groups<D>(t.kc);
-    switch (t.rows) {
-#define KT_CASE(R) \
-  case R:          \
-    if constexpr (R <= kTileRows) return tile_int8<K, R>(x, w, groups, t.c, t.accumulate, t.fetch)
-      KT_CASE(1);
-      KT_CASE(2);
-      KT_CASE(3);
-      KT_CASE(4);
-      KT_CASE(5);
-      KT_CASE(6);
-      KT_CASE(7);
-#undef KT_CASE
-    }
+    with_rows<kTileRows>(t.rows, [&]<int R>() { tile_int8<K, R>(x, w, groups, t.c, t.accumulate, t.fetch); });
   }
 
  private:

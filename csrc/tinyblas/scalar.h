@@ -84,6 +84,25 @@ KT_INLINE void store_element(void* p, Type t, int64_t i, float v) {
 }
 KT_INLINE constexpr int element_bytes(Type t) { return t == Type::F32 ? 4 : 2; }
 
+// f.template operator()<R>() with R = rows, 1 <= rows <= MAX <= 8: the way from a run-time count to a micro-kernel.
+template <int MAX, class F>
+KT_INLINE void with_rows(int rows, F f) {
+  switch (rows) {
+#define KT_CASE(R) \
+  case R:          \
+    if constexpr (R <= MAX) return f.template operator()<R>();
+    KT_CASE(1)
+    KT_CASE(2)
+    KT_CASE(3)
+    KT_CASE(4)
+    KT_CASE(5)
+    KT_CASE(6)
+    KT_CASE(7)
+    KT_CASE(8)
+#undef KT_CASE
+  }
+}
+
 KT_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 KT_INLINE void prefetch_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 KT_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }

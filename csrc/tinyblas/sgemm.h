@@ -97,18 +97,9 @@ KT_INLINE void dots(const char* w, int64_t ldw, const float* x, int64_t ldx, int
 template <Type T, int NW>
 KT_NOINLINE void dots_rows(int rows, const char* w, int64_t ldw, const float* x, int64_t ldx, int64_t kc, F32* c,
                            bool accumulate, int f0, int f1, int64_t ahead) {
-  switch (rows) {
-#define KT_CASE(R) \
-  case R:          \
-    if constexpr (R <= kBlocking.dot_mr) return dots<T, R, NW>(w, ldw, x, ldx, kc, c, accumulate, f0, f1, ahead)
-    KT_CASE(1);
-    KT_CASE(2);
-    KT_CASE(3);
-    KT_CASE(4);
-    KT_CASE(5);
-    KT_CASE(6);
-#undef KT_CASE
-  }
+  with_rows<kBlocking.dot_mr>(rows, [&]<int R>() KT_ALWAYS_INLINE_LAMBDA {
+    dots<T, R, NW>(w, ldw, x, ldx, kc, c, accumulate, f0, f1, ahead);
+  });
 }
 
 // All rows of x by rows [n, n + NW) of W.
