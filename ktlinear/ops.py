@@ -44,6 +44,11 @@ class WeightType(enum.IntEnum):
     Q5_0 = 6
     Q5_1 = 7
     Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
     BF16 = 30
 
 
@@ -72,6 +77,11 @@ FORMATS: dict[WeightType, Format] = {
     WeightType.Q5_0: Format(32, 22, 64, 704),
     WeightType.Q5_1: Format(32, 24, 64, 768),
     WeightType.Q8_0: Format(32, 34, 64, 1088),
+    WeightType.Q2_K: Format(256, 84, 256, 1344),
+    WeightType.Q3_K: Format(256, 110, 256, 1856),
+    WeightType.Q4_K: Format(256, 144, 256, 2368),
+    WeightType.Q5_K: Format(256, 176, 256, 2880),
+    WeightType.Q6_K: Format(256, 210, 256, 3392),
 }
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -234,13 +244,35 @@ def _in_features(weight: Tensor, weight_type: int | None) -> int:
         return weight.shape[-1]
     if weight_type is None:
         raise RuntimeError("kt::linear: weight is uint8 and weight_type is None; expected the type of its GGUF rows")
-    f = FORMATS[_as_weight_type(weight_type)]
+    t, f = _geometry(weight_type)
+    _check(
+        weight.shape[-1] % f.block_bytes == 0,
+        f"kt: weight has shape {list(weight.shape)}; a row of {t.name} takes a multiple of {f.block_bytes} bytes",
+    )
     return weight.shape[-1] // f.block_bytes * f.block
+
+
+def _check_input_and_bias(op: str, input: Tensor, bias: Tensor | None, out_features: int) -> None:
+    accepted = "expected float32, float16 or bfloat16"
+    _check(input.dim() >= 1, f"kt::{op}: input has no dimensions; expected [..., in_features]")
+    _check(input.dtype in _FLOAT_DTYPES, f"kt::{op}: input has dtype {input.dtype}; {accepted}")
+    if bias is not None:
+        _check(bias.dtype in _FLOAT_DTYPES, f"kt::{op}: bias has dtype {bias.dtype}; {accepted}")
+        _check(bias.dim() == 1, f"kt::{op}: bias has shape {list(bias.shape)}; expected one dimension")
+        _check(
+            bias.shape[0] == out_features,
+            f"kt::{op}: bias has shape {list(bias.shape)}; expected [{out_features}]",
+        )
 
 
 def _fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, weight_type: int | None = None) -> Tensor:
     _check_devices("linear", input=input, weight=weight, bias=bias)
-    _check(input.dim() >= 1 and weight.dim() == 2, "kt::linear: expected input [..., K] and weight [N, K]")
+    _check(weight.dim() == 2, f"kt::linear: weight has shape {list(weight.shape)}; expected two dimensions, [N, K]")
+    _check(
+        weight.dtype == torch.uint8 or weight.dtype in _FLOAT_DTYPES,
+        f"kt::linear: weight has dtype {weight.dtype}; expected float32, float16, bfloat16, or uint8 with weight_type",
+    )
+    _check_input_and_bias("linear", input, bias, weight.shape[0])
     _check(
         _in_features(weight, weight_type) == input.shape[-1],
         f"kt::linear: weight has shape {list(weight.shape)}; it does not match input's last one, {input.shape[-1]}",
@@ -252,6 +284,18 @@ def _fake_linear_packed(
     input: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, in_features: int, weight_type: int
 ) -> Tensor:
     _check_devices("linear_packed", input=input, weight=weight, bias=bias)
+    _check_input_and_bias("linear_packed", input, bias, out_features)
+    t, f = _packed_geometry(weight_type)
+    _check(
+        in_features % f.block == 0, f"kt::linear_packed: in_features is {in_features}; {t.name} has {f.block} a block"
+    )
+    _check(weight.dtype == torch.uint8, f"kt::linear_packed: weight has dtype {weight.dtype}; expected uint8 panels")
+    _check(weight.dim() == 2, f"kt::linear_packed: weight has shape {list(weight.shape)}; expected two dimensions")
+    panels, bytes_each = packed_shape(t, out_features, in_features)
+    _check(
+        weight.shape[0] == panels and weight.shape[1] == bytes_each,
+        f"kt::linear_packed: weight has shape {list(weight.shape)}; expected [{panels}, {bytes_each}]",
+    )
     _check(
         input.shape[-1] == in_features,
         f"kt::linear_packed: input has shape {list(input.shape)}; "

@@ -239,7 +239,7 @@ def alignment(value: int, kind: int = 4) -> dict[str, bytes]:
         ({"shape": (32, 0)}, r"'weight' has the shape \[0, 32\]; every dimension must be at least 1"),
         ({"shape": (33, 2)}, r"rows of 33 elements; Q8_0 takes a multiple of 32"),
         ({"shape": (2**63, 2**63)}, r"takes \d+ bytes from byte \d+ on, but the file ends at byte"),
-        ({"kind": 12}, r"weight type Q4_K \(12\); supported are F32 \(0\), F16 \(1\)"),
+        ({"kind": 28}, r"weight type F64 \(28\); supported are F32 \(0\), F16 \(1\)"),
         ({"kind": 4}, r"weight type 4; supported are"),
         ({"offset": 16}, r"'weight' has the offset 16, not a multiple of 32"),
         ({"offset": 32}, r"'weight' takes 68 bytes"),

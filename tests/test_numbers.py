@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from conftest import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ops import QUANTIZED, ROUNDING, oracle_dequantize, oracle_quantize, random_rows
+from test_ops import HALVES, QUANTIZED, ROUNDING, oracle_dequantize, oracle_quantize, random_rows, whole_blocks
 
 import ktlinear
 from ktlinear import WeightType, ops
@@ -24,6 +24,15 @@ MS = (1, 4, 9, 20, 40)  # each of the kernels, with a tail
 # Integer weights that a type holds exactly (scale 1, minimum 0) if every block begins with these two.
 CODES = {"Q4_0": (-8, 7), "Q4_1": (0, 15), "Q5_0": (-16, 15), "Q5_1": (0, 31), "Q8_0": (-127, 127)}
 
+# Bytes that make all scales of a block 1 and all minima 0, where the oracle cannot quantize: (offset, bytes).
+ONES = {
+    "Q2_K": ((0, "01" * 16), (80, "003C0000")),
+    "Q3_K": ((96, "11" * 8 + "AA" * 4 + "003C"),),
+    "Q4_K": ((0, "003C0000" + "01" * 4 + "00" * 4 + "01" * 4),),
+    "Q5_K": ((0, "003C0000" + "01" * 4 + "00" * 4 + "01" * 4),),
+    "Q6_K": ((192, "01" * 16 + "003C"),),
+}
+
 
 def linears(x: torch.Tensor, rows: torch.Tensor, t: WeightType, bias: torch.Tensor | None = None) -> list[torch.Tensor]:
     """The product on plain rows and on packed ones."""
@@ -33,6 +42,17 @@ def linears(x: torch.Tensor, rows: torch.Tensor, t: WeightType, bias: torch.Tens
 
 def integer_rows(n: int, k: int, t: WeightType, extreme: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of integers, all of them lowest or highest codes if `extreme`, and their values."""
+    if t.name in ONES:
+        f = ops.FORMATS[t]
+        blocks = torch.randint(0, 256, (n, k // f.block, f.block_bytes), dtype=torch.uint8)
+        if extreme:
+            blocks = torch.where(torch.rand(n, k // f.block, 1) < 0.5, 0, 255).to(torch.uint8).expand_as(blocks).clone()
+        for offset, ones in ONES[t.name]:
+            fixed = torch.tensor(list(bytes.fromhex(ones)), dtype=torch.uint8)
+            blocks[..., offset : offset + len(fixed)] = fixed
+        weight = oracle_dequantize(blocks.view(n, -1), t)
+        assert torch.equal(weight, weight.round()) and weight.unique().numel() >= (2 if extreme else 4)
+        return blocks.view(n, -1), weight
     low, high = CODES[t.name]
     weight = torch.randint(low, high + 1, (n, k // 32, 32)).float()
     if extreme:
@@ -61,11 +81,12 @@ def test_sums_of_16_bit_floats_are_fp32(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("extreme", (False, True))
 def test_group_sums_are_exact_in_int32(isa: str, weight_type: WeightType, extreme: bool) -> None:
     """Integers up to +-127 are their own int8 codes, so nothing may be rounded, saturate or wrap, in any product."""
-    rows, weight = integer_rows(35, 96, weight_type, extreme)
+    k = whole_blocks(weight_type, 96)
+    rows, weight = integer_rows(35, k, weight_type, extreme)
     for m in MS:
-        x = torch.randint(-127, 128, (m, 96)).float()
+        x = torch.randint(-127, 128, (m, k)).float()
         if extreme:
-            x = torch.where(torch.rand(m, 1) < 0.5, -127.0, 127.0).expand(-1, 96).clone()
+            x = torch.where(torch.rand(m, 1) < 0.5, -127.0, 127.0).expand(-1, k).clone()
         x[:, ::32] = 127
         for y in linears(x, rows, weight_type):
             assert torch.equal(y.double(), x.double() @ weight.double().t())
@@ -84,8 +105,9 @@ def test_a_weight_code_of_minus_128_is_exact(isa: str) -> None:
 @pytest.mark.parametrize("weight_type", QUANTIZED)
 @pytest.mark.parametrize("magnitude", (1e-30, 1e-9, 1e6, 1e25))
 def test_scales_of_quantized_activations_are_fp32(isa: str, weight_type: WeightType, magnitude: float) -> None:
-    rows = random_rows(19, 96, weight_type)
-    x = torch.randn(40, 96)
+    k = whole_blocks(weight_type, 96)
+    rows = random_rows(19, k, weight_type)
+    x = torch.randn(40, k)
     for m in MS:
         for y in linears(x[:m] * magnitude, rows, weight_type):
             assert relative_error(y / magnitude, x[:m], oracle_dequantize(rows, weight_type)) < 0.02
@@ -93,9 +115,10 @@ def test_scales_of_quantized_activations_are_fp32(isa: str, weight_type: WeightT
 
 @pytest.mark.parametrize("weight_type", QUANTIZED)
 def test_a_group_of_subnormal_activations_counts_as_zero(isa: str, weight_type: WeightType) -> None:
-    rows = random_rows(19, 64, weight_type)
+    k = whole_blocks(weight_type, 64)
+    rows = random_rows(19, k, weight_type)
     for m in MS:
-        x = torch.randn(m, 64)
+        x = torch.randn(m, k)
         x[:, :32] = 0
         tiny = x.clone()
         tiny[:, :32] = 1e-40 * torch.randn(m, 32)
@@ -106,10 +129,11 @@ def test_a_group_of_subnormal_activations_counts_as_zero(isa: str, weight_type: 
 @pytest.mark.parametrize("weight_type", QUANTIZED)
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf"), 1e38, 1e-45))
 def test_a_special_activation_stays_in_its_own_row(isa: str, weight_type: WeightType, value: float) -> None:
-    rows = random_rows(19, 96, weight_type)
+    k = whole_blocks(weight_type, 96)
+    rows = random_rows(19, k, weight_type)
     weight = oracle_dequantize(rows, weight_type)
     for m in MS:
-        x = torch.randn(m, 96)
+        x = torch.randn(m, k)
         x[m // 2, 40] = value
         others = torch.arange(m) != m // 2
         for y in linears(x, rows, weight_type):
@@ -123,10 +147,12 @@ def test_a_special_activation_stays_in_its_own_row(isa: str, weight_type: Weight
 @pytest.mark.parametrize("bits", (0x7E00, 0x7C00))
 def test_padding_is_zero_on_both_sides(isa: str, weight_type: WeightType, bits: int) -> None:
     """Zero times NaN is NaN: a NaN or infinite scale of the last row must not meet the padding of N, M or K."""
-    rows = random_rows(17, 96, weight_type)
-    rows[16, :2] = torch.tensor([bits & 255, bits >> 8], dtype=torch.uint8)
+    k = whole_blocks(weight_type, 96)
+    rows = random_rows(17, k, weight_type)
+    d = HALVES.get(weight_type, (0,))[0]
+    rows[16, d : d + 2] = torch.tensor([bits & 255, bits >> 8], dtype=torch.uint8)
     for m in MS:
-        for y in linears(torch.randn(m, 96), rows, weight_type):
+        for y in linears(torch.randn(m, k), rows, weight_type):
             assert y[:, :16].isfinite().all() and not y[:, 16].isfinite().any()
 
 
@@ -145,10 +171,10 @@ def test_bias_is_added_in_fp32_and_the_sum_rounded_once(isa: str, dtype: torch.d
 def test_a_sum_does_not_depend_on_its_place(isa: str, kind: str) -> None:
     """Equal rows of W and of x give equal bits everywhere, in tails too."""
     t = WeightType[kind]
-    row = torch.randn(1, 1056)
-    weight = row if kind == "F32" else oracle_quantize(row, t)
+    k = whole_blocks(t, 1056)
+    weight = torch.randn(1, k) if kind == "F32" else random_rows(1, k, t)
     for n, m in ((67, 1), (67, 7), (35, 41)):
-        x = torch.randn(1, 1056).expand(m, -1)
+        x = torch.randn(1, k).expand(m, -1)
         y = kt.linear(x, weight.expand(n, -1), None, int(t))
         assert torch.equal(y, y[:1, :1].expand(m, n))
 
@@ -186,27 +212,27 @@ def check(f, *tensors):
 
 
 floats = (torch.float32, torch.float16, torch.bfloat16)
-quantized = [int(t) for t, f in ops.FORMATS.items() if f.packed_k]
+quantized = [(int(t), -(-96 // f.block) * f.block) for t, f in ops.FORMATS.items() if f.packed_k]
 with ktlinear.use_isa(sys.argv[1]):
     for i, (m, n) in enumerate((m, n) for m in (1, 3, 9, 40) for n in (1, 17, 35)):
         dtype, k = floats[i % 3], (7, 33, 70)[i // 3 % 3]
         bias = torch.randn(n).to(floats[(i + 1) % 3])
         for weight_dtype in floats:
             check(kt.linear, torch.randn(m, k).to(dtype), torch.randn(n, k).to(weight_dtype), bias)
-        for t in quantized:
-            rows = kt.quantize(torch.randn(n, 96), t)
+        for t, k in quantized:
+            rows = kt.quantize(torch.randn(n, k), t)
             panels = kt.pack(rows, t)
-            x = torch.randn(m, 96).to(dtype)
+            x = torch.randn(m, k).to(dtype)
             for exact in (False, True):
                 kt._set_exact(exact)
                 check(lambda x, w, b: kt.linear(x, w, b, t), x, rows, bias)
-                check(lambda x, w, b: kt.linear_packed(x, w, b, n, 96, t), x, panels, bias)
+                check(lambda x, w, b: kt.linear_packed(x, w, b, n, k, t), x, panels, bias)
             kt._set_exact(False)
             check(lambda w: kt.pack(w, t), rows)
-            check(lambda w: kt.unpack(w, n, 96, t), panels)
+            check(lambda w: kt.unpack(w, n, k, t), panels)
             check(lambda w: kt.dequantize(w, t, dtype), rows)
-            check(lambda w: kt.quantize(w, t), torch.randn(n, 96).to(dtype))
-            check(lambda w: kt.embedding_packed(torch.tensor([n - 1]), w, n, 96, t, dtype), panels)
+            check(lambda w: kt.quantize(w, t), torch.randn(n, k).to(dtype))
+            check(lambda w: kt.embedding_packed(torch.tensor([n - 1]), w, n, k, t, dtype), panels)
 print("ok")
 """
 
@@ -275,7 +301,7 @@ def test_linear_of_floats_is_f_linear(
 def test_linear_of_quantized_rows_is_f_linear_of_their_values(
     data: st.DataObject, n: int, blocks: int, t: WeightType
 ) -> None:
-    k = 32 * blocks
+    k = whole_blocks(t, 32 * blocks)
     x = data.draw(inputs(k))
     rows = random_rows(n, k, t)
     weight = oracle_dequantize(rows, t)
@@ -293,10 +319,11 @@ def test_linear_of_quantized_rows_is_f_linear_of_their_values(
 @given(seed=seeds, n=sizes, blocks=st.integers(1, 9), t=st.sampled_from(QUANTIZED))
 def test_packing_any_bytes_loses_nothing(seed: int, n: int, blocks: int, t: WeightType) -> None:
     torch.manual_seed(seed)
-    rows = torch.randint(0, 256, (n, ops.row_bytes(t, 32 * blocks)), dtype=torch.uint8)
+    k = whole_blocks(t, 32 * blocks)
+    rows = torch.randint(0, 256, (n, ops.row_bytes(t, k)), dtype=torch.uint8)
     panels = kt.pack(rows, int(t))
-    assert panels.shape == ops.packed_shape(t, n, 32 * blocks)
-    assert torch.equal(kt.unpack(panels, n, 32 * blocks, int(t)), rows)
+    assert panels.shape == ops.packed_shape(t, n, k)
+    assert torch.equal(kt.unpack(panels, n, k, int(t)), rows)
 
 
 @settings(deadline=None, max_examples=100)
@@ -304,7 +331,7 @@ def test_packing_any_bytes_loses_nothing(seed: int, n: int, blocks: int, t: Weig
 def test_quantizing_again_changes_little(seed: int, n: int, blocks: int, t: WeightType) -> None:
     """The second rounding meets values that the first one made, so it costs less than the first."""
     torch.manual_seed(seed)
-    weight = torch.randn(n, 32 * blocks)
+    weight = torch.randn(n, whole_blocks(t, 32 * blocks))
     once = kt.dequantize(kt.quantize(weight, int(t)), int(t), torch.float32)
     twice = kt.dequantize(kt.quantize(once, int(t)), int(t), torch.float32)
     assert (twice - once).norm() < (once - weight).norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,11 +24,38 @@ def oracle_quantize(weight: torch.Tensor, t: WeightType) -> torch.Tensor:
 
 
 def oracle_dequantize(rows: torch.Tensor, t: WeightType) -> torch.Tensor:
-    return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType(t)))
+    with np.errstate(invalid="ignore"):  # infinity times zero
+        return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType(t)))
+
+
+# Where the fp16 scales of a block are, for types that the oracle decodes but does not quantize.
+HALVES: dict[WeightType, tuple[int, ...]] = {
+    WeightType.Q2_K: (80, 82),
+    WeightType.Q3_K: (108,),
+    WeightType.Q4_K: (0, 2),
+    WeightType.Q5_K: (0, 2),
+    WeightType.Q6_K: (208,),
+}
+
+
+def whole_blocks(t: WeightType, k: int) -> int:
+    """`k` rounded up to a multiple of the block."""
+    block = ops.FORMATS[t].block
+    return -(-k // block) * block
 
 
 def random_rows(n: int, k: int, t: WeightType) -> torch.Tensor:
-    """GGUF rows uint8 [n, row_bytes] with outliers, made by the oracle."""
+    """GGUF rows uint8 [n, row_bytes]: normal weights with outliers, quantized by the oracle where it can.
+
+    Else random bytes, of which only the fp16 scales are chosen: 0.005 to 0.015 and of either sign.
+    """
+    if t in HALVES:
+        f = ops.FORMATS[t]
+        blocks = torch.randint(0, 256, (n, k // f.block, f.block_bytes), dtype=torch.uint8)
+        for offset in HALVES[t]:
+            scale = (torch.rand(n, k // f.block) * 0.01 + 0.005) * (torch.randint(0, 2, (n, k // f.block)) * 2 - 1)
+            blocks[..., offset : offset + 2] = scale.half().unsqueeze(-1).view(torch.uint8)
+        return blocks.view(n, -1)
     weight = torch.randn(n, k)
     weight[torch.rand(n, k) < 0.01] *= 8
     return oracle_quantize(weight, t)
@@ -69,7 +97,9 @@ def test_many_rows_are_computed_in_chunks(isa: str) -> None:
 @pytest.mark.parametrize("weight_type", QUANTIZED)
 @pytest.mark.parametrize("packed", (False, True), ids=("rows", "packed"))
 def test_quantized_weights_match_gguf(isa: str, weight_type: WeightType, packed: bool) -> None:
-    for n, k in ((1, 32), (13, 96), (35, 160), (64, 64), (100, 544)):
+    block = ops.FORMATS[weight_type].block
+    for n, blocks in ((1, 1), (13, 3), (35, 5), (64, 2), (100, 17 if block == 32 else 3)):
+        k = blocks * block
         rows = random_rows(n, k, weight_type)
         weight = oracle_dequantize(rows, weight_type)
         panels = kt.pack(rows, weight_type)
@@ -210,10 +240,17 @@ def test_empty_dimensions_give_what_linear_gives(isa: str, m: int, n: int, k: in
 @pytest.mark.parametrize("weight_type", QUANTIZED)
 def test_conversions_match_gguf(isa: str, weight_type: WeightType) -> None:
     for n, k in ((1, 32), (17, 96), (40, 2080)):
-        weight = torch.randn(n, k) * torch.rand(n, 1) * 3
-        weight[0, :32] = 0
-        rows = kt.quantize(weight, weight_type)
-        assert torch.equal(rows, oracle_quantize(weight, weight_type))
+        k = whole_blocks(weight_type, k)
+        if weight_type in HALVES:
+            rows = random_rows(n, k, weight_type)
+        else:
+            weight = torch.randn(n, k) * torch.rand(n, 1) * 3
+            weight[0, :32] = 0
+            rows = kt.quantize(weight, weight_type)
+            assert torch.equal(rows, oracle_quantize(weight, weight_type))
+            for dtype in (torch.float16, torch.bfloat16):
+                half = weight.to(dtype)
+                assert torch.equal(kt.quantize(half, weight_type), oracle_quantize(half.float(), weight_type))
         floats = oracle_dequantize(rows, weight_type)
         panels = kt.pack(rows, weight_type)
         assert panels.shape == ops.packed_shape(weight_type, n, k)
@@ -224,9 +261,41 @@ def test_conversions_match_gguf(isa: str, weight_type: WeightType) -> None:
             assert torch.equal(kt.embedding(indices, rows, weight_type, dtype), floats.to(dtype)[indices])
             y = kt.embedding_packed(indices.int(), panels, n, k, weight_type, dtype)
             assert torch.equal(y, floats.to(dtype)[indices])
-        for dtype in (torch.float16, torch.bfloat16):
-            half = weight.to(dtype)
-            assert torch.equal(kt.quantize(half, weight_type), oracle_quantize(half.float(), weight_type))
+
+
+@pytest.mark.parametrize("weight_type", list(HALVES))
+def test_special_scales_are_decoded_as_gguf_does(isa: str, weight_type: WeightType) -> None:
+    special = torch.tensor([0.0, -0.0, 2**-24, -(2**-24), 2**-15, 65504.0, -65504.0, torch.inf, -torch.inf, torch.nan])
+    n, f = len(special) ** 2, ops.FORMATS[weight_type]
+    rows = random_rows(n, f.block, weight_type)
+    for offset, values in zip(HALVES[weight_type], (special.repeat(10), special.repeat_interleave(10)), strict=False):
+        rows[:, offset : offset + 2] = values.half().unsqueeze(1).view(torch.uint8)
+    expected = oracle_dequantize(rows, weight_type)
+    actual = kt.dequantize(rows, weight_type, torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    panels = kt.pack(rows, weight_type)
+    assert torch.equal(kt.unpack(panels, n, f.block, weight_type), rows)
+    with ktlinear.exact():  # columns of the identity pick single weights
+        y = kt.linear_packed(torch.eye(f.block)[:40], panels, None, n, f.block, weight_type)
+    finite = expected.isfinite().all(dim=1)
+    torch.testing.assert_close(y[:, finite], expected[finite, :40].t(), rtol=1e-6, atol=1e-9)
+    assert finite.sum() > n // 3 and y[:, ~finite].isfinite().logical_not().any(dim=0).all()
+
+
+# Relative RMS error of the reference's quantizers on normal weights.
+REFERENCE_ERRORS = {"Q2_K": 0.2964, "Q3_K": 0.1508, "Q4_K": 0.0713, "Q5_K": 0.0361, "Q6_K": 0.0178}
+
+
+@pytest.mark.parametrize("name", list(REFERENCE_ERRORS))
+def test_quantizers_that_search_are_as_good_as_the_reference(isa: str, name: str) -> None:
+    t = WeightType[name]
+    weight = torch.randn(512, 1024)
+    values = oracle_dequantize(kt.quantize(weight, t), t)
+    assert ((values - weight).norm() / weight.norm()).item() < 1.01 * REFERENCE_ERRORS[name]
+    assert torch.equal(oracle_dequantize(kt.quantize(torch.zeros(1, 256), t), t), torch.zeros(1, 256))
+    for value in (3.0, -2.5, 65504.0):
+        values = oracle_dequantize(kt.quantize(torch.full((1, 256), value), t), t)
+        torch.testing.assert_close(values, torch.full((1, 256), value), rtol=1e-3, atol=0)
 
 
 def test_conversions_of_float_types_and_strides(isa: str) -> None:
@@ -256,8 +325,9 @@ def test_geometry_matches_gguf() -> None:
     assert set(ops.FORMATS) == set(WeightType)
     for t, f in ops.FORMATS.items():
         assert (f.block, f.block_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(t)]
-        if f.packed_k:  # lossless and no larger: 16 rows of the same blocks
-            assert f.packed_bytes == 16 * f.packed_k // f.block * f.block_bytes
+        if f.packed_k:  # lossless, and hardly larger than 16 rows of the same blocks
+            plain = 16 * f.packed_k // f.block * f.block_bytes
+            assert f.packed_bytes % 64 == 0 and plain <= f.packed_bytes <= (1.06 * plain if t in HALVES else plain)
     assert ops.row_bytes("q4_0", 96) == 54
     assert ops.packed_shape(WeightType.Q8_0, 17, 96) == (2, 2176)
 
@@ -403,6 +473,40 @@ def test_python_linear_chooses_by_gradient_and_casts_under_autocast() -> None:
         y = ops.linear(x, rows, weight_type=8)
         assert y.dtype == F.linear(x, weight).dtype == torch.bfloat16
     assert torch.equal(y, kt._linear(x.bfloat16(), rows, None, 8))
+
+
+META = {"device": "meta"}
+REFUSED = {
+    "input dtype": ("linear", (torch.empty(2, 64, dtype=torch.float64, **META), torch.empty(5, 64, **META)), "input"),
+    "weight dtype": ("linear", (torch.empty(2, 64, **META), torch.empty(5, 64, dtype=torch.int8, **META)), "weight"),
+    "bias length": (
+        "linear",
+        (torch.empty(2, 64, **META), torch.empty(5, 64, **META), torch.empty(99, **META)),
+        "bias",
+    ),
+    "part of a block": (
+        "linear",
+        (torch.empty(2, 32, **META), torch.empty(5, 35, dtype=torch.uint8, **META), None, 8),
+        "weight .* multiple of 34",
+    ),
+    "panels": (
+        "linear_packed",
+        (torch.empty(2, 64, **META), torch.empty(3, 576, dtype=torch.uint8, **META), None, 20, 64, 2),
+        r"weight .* expected \[2, 576\]",
+    ),
+    "packed K": (
+        "linear_packed",
+        (torch.empty(2, 65, **META), torch.empty(2, 576, dtype=torch.uint8, **META), None, 20, 65, 2),
+        "in_features is 65",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_kernels_refuse_is_refused_while_tracing(name: str) -> None:
+    op, args, message = REFUSED[name]
+    with pytest.raises(RuntimeError, match=f"kt.*{message}"):
+        getattr(kt, op)(*args)
 
 
 def test_meta_tensors_give_shapes() -> None:

@@ -16,6 +16,11 @@ enum class Type : int32_t {
   Q5_0 = 6,
   Q5_1 = 7,
   Q8_0 = 8,
+  Q2_K = 10,
+  Q3_K = 11,
+  Q4_K = 12,
+  Q5_K = 13,
+  Q6_K = 14,
   BF16 = 30,
 };
 
@@ -45,6 +50,37 @@ struct BlockQ8_0 {
 };
 static_assert(sizeof(BlockQ4_0) == 18 && sizeof(BlockQ4_1) == 20 && sizeof(BlockQ8_0) == 34);
 static_assert(sizeof(BlockQ5_0) == 22 && sizeof(BlockQ5_1) == 24);
+// 256 elements: element e is in half n = e / 128, group j = e % 128 / 32 of it, at position l = e % 32.
+struct BlockQ2_K {
+  uint8_t scales[16];  // per 16 elements: low nibble sc, high nibble m
+  uint8_t qs[64];      // bits 2j, 2j + 1 of qs[32n + l]
+  uint16_t d, dmin;    // w = d * sc * q - dmin * m
+};
+struct BlockQ3_K {
+  uint8_t hmask[32];   // bit 2 of q: bit 4n + j of hmask[l]
+  uint8_t qs[64];      // its low bits, as Q2_K
+  uint8_t scales[12];  // sixteen of six bits
+  uint16_t d;          // w = d * (sc - 32) * (q - 4)
+};
+struct BlockQ4_K {
+  uint16_t d, dmin;
+  uint8_t scales[12];  // eight (sc, m) of six bits
+  uint8_t qs[128];     // element 64g + l: low nibble of qs[32g + l], 64g + 32 + l: high; w = d * sc * q - dmin * m
+};
+struct BlockQ5_K {
+  uint16_t d, dmin;
+  uint8_t scales[12];
+  uint8_t qh[32];  // bit 4 of element e: bit e / 32 of qh[e % 32]
+  uint8_t qs[128];
+};
+struct BlockQ6_K {
+  uint8_t ql[128];    // low nibbles (j = 0, 1) and high ones (j = 2, 3) of ql[64n + 32 (j % 2) + l]
+  uint8_t qh[64];     // bits 4, 5 of q: bits 2j, 2j + 1 of qh[32n + l]
+  int8_t scales[16];  // w = d * sc * (q - 32)
+  uint16_t d;
+};
+static_assert(sizeof(BlockQ2_K) == 84 && sizeof(BlockQ3_K) == 110 && sizeof(BlockQ6_K) == 210);
+static_assert(sizeof(BlockQ4_K) == 144 && sizeof(BlockQ5_K) == 176);
 
 // One row of the table of formats. Floats have block = 1.
 //   packed_k, packed_bytes: one record of the packed layout holds packed_k elements of 16 rows (see README.md).
@@ -68,6 +104,11 @@ inline constexpr FormatInfo kFormats[] = {
     {Type::Q5_0, "Q5_0", 32, sizeof(BlockQ5_0), 64, 704},
     {Type::Q5_1, "Q5_1", 32, sizeof(BlockQ5_1), 64, 768},
     {Type::Q8_0, "Q8_0", 32, sizeof(BlockQ8_0), 64, 1088},
+    {Type::Q2_K, "Q2_K", 256, sizeof(BlockQ2_K), 256, 1344},
+    {Type::Q3_K, "Q3_K", 256, sizeof(BlockQ3_K), 256, 1856},
+    {Type::Q4_K, "Q4_K", 256, sizeof(BlockQ4_K), 256, 2368},
+    {Type::Q5_K, "Q5_K", 256, sizeof(BlockQ5_K), 256, 2880},
+    {Type::Q6_K, "Q6_K", 256, sizeof(BlockQ6_K), 256, 3392},
 };
 
 // nullptr if the id is not in the table.

@@ -1,10 +1,11 @@
 // The one list of quantized formats: type and decoder.
 #pragma once
 
+#include "decode/k_quants.h"
 #include "decode/nibbles.h"
 #include "decode/q8_0.h"
 
-#define KT_FORMATS(X) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0)
+#define KT_FORMATS(X) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K)
 
 namespace ktlinear::tinyblas::KT_TIER {
 

@@ -59,7 +59,8 @@ struct Codec {
   // GGUF rows (ldw bytes apart) [16 * begin, min(n, 16 * end)) -> packed panels [begin, end), and back.
   void (*pack)(Type, const void* rows, int64_t ldw, int64_t n, int64_t k, void* packed, int64_t begin, int64_t end);
   void (*unpack)(Type, const void* packed, int64_t n, int64_t k, void* rows, int64_t begin, int64_t end);
-  // `count` consecutive GGUF blocks <-> fp32. `quantize` follows the reference (the `gguf` package) bit for bit.
+  // `count` consecutive GGUF blocks <-> fp32. `quantize` follows the reference: the `gguf` package bit for bit,
+  // or ggml's search for scales where that package has no quantizer.
   void (*dequantize)(Type, const void* blocks, int64_t count, float* out);
   void (*quantize)(Type, const float* in, int64_t count, void* blocks);
   // Row `row` of a packed matrix -> k floats.

@@ -1,0 +1,436 @@
+// Super-blocks of 256 elements: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K. See nibbles.h for what a decoder is, pieces.h for the
+// pieces.
+//
+// Packed record, eight groups (256 elements) of 16 rows. What all groups share comes first: a group reads it anew.
+//   Q2_K   1344 bytes   | 16 d | 16 -dmin | 16 x [16 rows] sc | m << 4 | 8 x { crumbs } |
+//   Q3_K   1856 bytes   | 16 d | 32 bytes unused | 16 x [16 rows] int8 sc | 8 x { crumbs, bits } |
+//   Q4_K   2368 bytes   | 16 d | 16 -dmin | 8 x { [16 rows] sc, [16 rows] m } | 8 x { nibbles } |
+//   Q5_K   2880 bytes   | 16 d | 16 -dmin | 8 x { [16 rows] sc, [16 rows] m } | 8 x { nibbles, bits } |
+//   Q6_K   3392 bytes   | 16 d | 32 bytes unused | 16 x [16 rows] int8 sc | 8 x { nibbles, crumbs } |
+// d and dmin are fp16; dmin has its sign turned, so that a minimum is one product. sc and m of six bits are whole bytes,
+// which a vector widens in one instruction; with the unused bytes (records are multiples of 64) that makes Q3_K 5.5 %
+// larger than in a GGUF file, Q4_K 2.8 %, Q5_K 2.3 %, Q6_K 1 %; Q2_K has the same size.
+//
+// GGUF keeps the bits of one element position of several groups in one byte, the packed layout those of several steps of
+// one group:
+//   nibbles   steps s, s + 4 of groups a, b         2 x 2     crumbs   four steps of four groups   4 x 4
+//   bits      eight steps of eight groups           8 x 8
+// Both ways are the same transpose of bit fields, of four elements at once in 32-bit words.
+#pragma once
+
+#include "k_search.h"
+#include "pieces.h"
+
+namespace ktlinear::tinyblas::KT_TIER {
+
+// Field j of each byte of word i <-> field i of the same byte of word j; fields of BITS bits, 8 / BITS words.
+template <int BITS>
+KT_INLINE void transpose_fields(uint32_t (&w)[8 / BITS]) {
+  KT_UNROLL for (int shift = 4; shift >= BITS; shift /= 2) {
+    const uint32_t mask = shift == 4 ? 0x0F0F0F0Fu : shift == 2 ? 0x33333333u : 0x55555555u;
+    const int distance = shift / BITS;
+    KT_UNROLL for (int i = 0; i < 8 / BITS; i++) {
+      if (i & distance) continue;
+      const uint32_t t = (w[i] >> shift ^ w[i + distance]) & mask;
+      w[i + distance] ^= t;
+      w[i] ^= t << shift;
+    }
+  }
+}
+
+// Which step is field i of part j, 64 bytes of a piece: nibbles hold steps j and j + 4, crumbs 4j to 4j + 3.
+template <int BITS>
+constexpr int word_of(int j, int i) {
+  return BITS == 4 ? i * 4 + j : j * (8 / BITS) + i;
+}
+
+// The 8 / BITS groups that share 32 bytes of a GGUF block <-> their pieces, `stride` bytes apart; `pieces` is the row's
+// place in the first.
+template <int BITS>
+KT_INLINE void put_groups(const uint8_t* in, uint8_t* pieces, int stride) {
+  constexpr int count = 8 / BITS;
+  KT_UNROLL for (int j = 0; j < BITS; j++) {
+    uint32_t w[count];
+    KT_UNROLL for (int i = 0; i < count; i++) w[i] = load_as<uint32_t>(in + word_of<BITS>(j, i) * 4);
+    transpose_fields<BITS>(w);
+    KT_UNROLL for (int i = 0; i < count; i++) std::memcpy(pieces + i * stride + j * 64, &w[i], 4);
+  }
+}
+template <int BITS>
+KT_INLINE void get_groups(const uint8_t* pieces, int stride, uint8_t* out) {
+  constexpr int count = 8 / BITS;
+  KT_UNROLL for (int j = 0; j < BITS; j++) {
+    uint32_t w[count];
+    KT_UNROLL for (int i = 0; i < count; i++) w[i] = load_as<uint32_t>(pieces + i * stride + j * 64);
+    transpose_fields<BITS>(w);
+    KT_UNROLL for (int i = 0; i < count; i++) std::memcpy(out + word_of<BITS>(j, i) * 4, &w[i], 4);
+  }
+}
+
+// What the records have in common.
+template <class Block>
+struct SuperBlock {
+  static constexpr bool kHasMinimum = requires(Block b) { b.dmin; };
+  static constexpr int kBlock = 256, kBlockBytes = sizeof(Block), kGroups = 8, kDirectRows = 4;
+  static constexpr int kSubScales = 64, kCodes = kSubScales + 256;  // after 16 d and 16 -dmin, or 16 d
+
+  KT_INLINE static F32 d(const uint8_t* record, int v) { return load_halves(record, v); }
+  KT_INLINE static F32 minus_dmin(const uint8_t* record, int v) { return load_halves(record + 32, v); }
+  // The 16 bytes of all rows at `index`.
+  KT_INLINE static const uint8_t* sub_scales(const uint8_t* record, int index) {
+    return record + kSubScales + index * 16;
+  }
+  KT_INLINE static uint8_t& sub_scale(uint8_t* record, int index, int row) {
+    return record[kSubScales + index * 16 + row];
+  }
+
+  KT_INLINE static void put_d(const uint8_t* block, uint8_t* record, int row) {
+    std::memcpy(record + row * 2, block + offsetof(Block, d), 2);
+    if constexpr (kHasMinimum) {
+      const uint16_t minus = load_as<uint16_t>(block + offsetof(Block, dmin)) ^ 0x8000;
+      std::memcpy(record + 32 + row * 2, &minus, 2);
+    } else if (row == 0) {
+      std::memset(record + 32, 0, 32);
+    }
+  }
+  KT_INLINE static void get_d(const uint8_t* record, int row, uint8_t* block) {
+    std::memcpy(block + offsetof(Block, d), record + row * 2, 2);
+    if constexpr (kHasMinimum) {
+      const uint16_t dmin = load_as<uint16_t>(record + 32 + row * 2) ^ 0x8000;
+      std::memcpy(block + offsetof(Block, dmin), &dmin, 2);
+    }
+  }
+};
+
+// Q4_K, Q5_K: eight sub-blocks of 32, six bits each for scale and minimum; w = d * sc * q - dmin * m.
+template <class Block>
+struct SixBitMinimum : SuperBlock<Block> {
+  using Base = SuperBlock<Block>;
+  static constexpr bool kHasBit = requires(Block b) { b.qh; };
+  static constexpr int kOffset = 0, kMaxCode = kHasBit ? 31 : 15, kScales = 1;
+  static constexpr int kGroupBytes = 256 + 64 * kHasBit, kRecordBytes = Base::kCodes + 8 * kGroupBytes;
+
+  template <int S>
+  KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
+    const uint8_t* g = record + Base::kCodes + group * kGroupBytes;
+    I32 u = nibble<S>(g, v);
+    if constexpr (kHasBit) u = bor(u, bit<S, 4>(g + 256, v));
+    return u;
+  }
+  KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {
+    return mul(Base::d(record, v), to_f32(load_u8(Base::sub_scales(record, group * 2) + v * kLanes)));
+  }
+  KT_INLINE static F32 minimum(const uint8_t* record, int group, int, int v) {
+    return mul(Base::minus_dmin(record, v), to_f32(load_u8(Base::sub_scales(record, group * 2 + 1) + v * kLanes)));
+  }
+
+  // The twelve bytes as words a, b, c: values 0..3 are the low six bits of a (scales) and b (minima); 4..7 have their
+  // low four bits in the nibbles of c, their high two in the top bits of a and b.
+  struct SubScales {
+    uint8_t sc[8], m[8];
+  };
+  KT_INLINE static SubScales unpack_scales(const uint8_t* packed) {
+    const uint32_t a = load_as<uint32_t>(packed), b = load_as<uint32_t>(packed + 4), c = load_as<uint32_t>(packed + 8);
+    const uint32_t sc[2] = {a & 0x3F3F3F3Fu, (c & 0x0F0F0F0Fu) | (a >> 2 & 0x30303030u)};
+    const uint32_t m[2] = {b & 0x3F3F3F3Fu, (c >> 4 & 0x0F0F0F0Fu) | (b >> 2 & 0x30303030u)};
+    SubScales s;
+    std::memcpy(s.sc, sc, 8);
+    std::memcpy(s.m, m, 8);
+    return s;
+  }
+  KT_INLINE static void pack_scales(const SubScales& s, uint8_t* packed) {
+    const uint32_t sc = load_as<uint32_t>(s.sc), sc4 = load_as<uint32_t>(s.sc + 4);
+    const uint32_t m = load_as<uint32_t>(s.m), m4 = load_as<uint32_t>(s.m + 4);
+    const uint32_t words[3] = {sc | (sc4 & 0x30303030u) << 2, m | (m4 & 0x30303030u) << 2,
+                               (sc4 & 0x0F0F0F0Fu) | (m4 & 0x0F0F0F0Fu) << 4};
+    std::memcpy(packed, words, 12);
+  }
+
+  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
+    Base::put_d(block, record, row);
+    const SubScales s = unpack_scales(block + offsetof(Block, scales));
+    KT_UNROLL for (int i = 0; i < 8; i++) {
+      Base::sub_scale(record, i * 2, row) = s.sc[i];
+      Base::sub_scale(record, i * 2 + 1, row) = s.m[i];
+    }
+    uint8_t* codes = record + Base::kCodes + row * 4;
+    KT_UNROLL for (int i = 0; i < 4; i++)
+      put_groups<4>(block + offsetof(Block, qs) + i * 32, codes + i * 2 * kGroupBytes, kGroupBytes);
+    if constexpr (kHasBit) put_groups<1>(block + offsetof(Block, qh), codes + 256, kGroupBytes);
+  }
+  KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
+    Base::get_d(record, row, block);
+    SubScales s;
+    KT_UNROLL for (int i = 0; i < 8; i++) {
+      s.sc[i] = Base::sub_scales(record, i * 2)[row];
+      s.m[i] = Base::sub_scales(record, i * 2 + 1)[row];
+    }
+    pack_scales(s, block + offsetof(Block, scales));
+    const uint8_t* codes = record + Base::kCodes + row * 4;
+    KT_UNROLL for (int i = 0; i < 4; i++)
+      get_groups<4>(codes + i * 2 * kGroupBytes, kGroupBytes, block + offsetof(Block, qs) + i * 32);
+    if constexpr (kHasBit) get_groups<1>(codes + 256, kGroupBytes, block + offsetof(Block, qh));
+  }
+
+  static void dequantize(const uint8_t* p, float* out) {
+    Block b;
+    std::memcpy(&b, p, sizeof b);
+    const float d = half_to_float(b.d), dmin = half_to_float(b.dmin);
+    const SubScales s = unpack_scales(b.scales);
+    for (int g = 0; g < 8; g++) {
+      const float scale = d * static_cast<float>(s.sc[g]), minimum = dmin * static_cast<float>(s.m[g]);
+      for (int l = 0; l < 32; l++) {
+        int q = b.qs[g / 2 * 32 + l] >> (g % 2 * 4) & 15;
+        if constexpr (kHasBit) q |= (b.qh[l] >> g & 1) << 4;
+        out[g * 32 + l] = scale * static_cast<float>(q) - minimum;
+      }
+    }
+  }
+  static void quantize(const float* x, uint8_t* p) {
+    Block b{};
+    float scales[8], minima[8];
+    for (int g = 0; g < 8; g++) {
+      float square = 0, weight[32];
+      for (int l = 0; l < 32; l++) square += x[g * 32 + l] * x[g * 32 + l];
+      const float rms = __builtin_sqrtf(square / 32);
+      for (int l = 0; l < 32; l++) weight[l] = rms + __builtin_fabsf(x[g * 32 + l]);
+      const Fit fit =
+          fit_minimum<32, kMaxCode, false>(x + g * 32, weight, kHasBit ? -0.5f : -1.f, kHasBit ? 15 : 20);
+      scales[g] = fit.scale;
+      minima[g] = fit.minimum;
+    }
+    SubScales s;
+    b.d = round_unsigned<63>(scales, s.sc);
+    b.dmin = round_unsigned<63>(minima, s.m);
+    pack_scales(s, b.scales);
+    const float d = half_to_float(b.d), dmin = half_to_float(b.dmin);
+    for (int g = 0; g < 8; g++) {
+      uint8_t codes[32];
+      round_codes<32, kOffset, kMaxCode>(x + g * 32, d * s.sc[g], dmin * s.m[g], codes);
+      for (int l = 0; l < 32; l++) {
+        uint8_t& q = b.qs[g / 2 * 32 + l];
+        q = static_cast<uint8_t>(q | (codes[l] & 15) << (g % 2 * 4));
+        if constexpr (kHasBit) b.qh[l] = static_cast<uint8_t>(b.qh[l] | codes[l] >> 4 << g);
+      }
+    }
+    std::memcpy(p, &b, sizeof b);
+  }
+};
+
+using Q4_K = SixBitMinimum<BlockQ4_K>;
+using Q5_K = SixBitMinimum<BlockQ5_K>;
+
+// Q3_K, Q6_K: sixteen sub-blocks of 16 with a signed scale; w = d * sc * (q - offset).
+template <class Block>
+struct SignedScales : SuperBlock<Block> {
+  using Base = SuperBlock<Block>;
+  static constexpr int kScales = 2;
+  KT_INLINE static F32 scale(const uint8_t* record, int group, int half, int v) {
+    return mul(Base::d(record, v), to_f32(load_s8(Base::sub_scales(record, group * 2 + half) + v * kLanes)));
+  }
+  KT_INLINE static F32 minimum(const uint8_t*, int, int, int) { return zero(); }
+};
+
+struct Q6_K : SignedScales<BlockQ6_K> {
+  static constexpr int kOffset = 32, kMaxCode = 63, kGroupBytes = 384, kRecordBytes = kCodes + 8 * kGroupBytes;
+
+  template <int S>
+  KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
+    const uint8_t* g = record + kCodes + group * kGroupBytes;
+    return bor(nibble<S>(g, v), crumb<S, 4>(g + 256, v));
+  }
+
+  // In each half of 128, groups 0 and 2 share their bytes of low bits, as do 1 and 3; all four share those of high
+  // bits.
+  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
+    put_d(block, record, row);
+    KT_UNROLL for (int i = 0; i < 16; i++)
+      sub_scale(record, i, row) = block[offsetof(BlockQ6_K, scales) + static_cast<size_t>(i)];
+    KT_UNROLL for (int n = 0; n < 2; n++) {
+      uint8_t* codes = record + kCodes + row * 4 + n * 4 * kGroupBytes;
+      KT_UNROLL for (int i = 0; i < 2; i++)
+        put_groups<4>(block + offsetof(BlockQ6_K, ql) + n * 64 + i * 32, codes + i * kGroupBytes, 2 * kGroupBytes);
+      put_groups<2>(block + offsetof(BlockQ6_K, qh) + n * 32, codes + 256, kGroupBytes);
+    }
+  }
+  KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
+    get_d(record, row, block);
+    KT_UNROLL for (int i = 0; i < 16; i++)
+      block[offsetof(BlockQ6_K, scales) + static_cast<size_t>(i)] = sub_scales(record, i)[row];
+    KT_UNROLL for (int n = 0; n < 2; n++) {
+      const uint8_t* codes = record + kCodes + row * 4 + n * 4 * kGroupBytes;
+      KT_UNROLL for (int i = 0; i < 2; i++)
+        get_groups<4>(codes + i * kGroupBytes, 2 * kGroupBytes, block + offsetof(BlockQ6_K, ql) + n * 64 + i * 32);
+      get_groups<2>(codes + 256, kGroupBytes, block + offsetof(BlockQ6_K, qh) + n * 32);
+    }
+  }
+
+  static void dequantize(const uint8_t* p, float* out) {
+    BlockQ6_K b;
+    std::memcpy(&b, p, sizeof b);
+    const float d = half_to_float(b.d);
+    for (int e = 0; e < 256; e++) {
+      const int n = e / 128, j = e % 128 / 32, l = e % 32;
+      const int low = b.ql[n * 64 + j % 2 * 32 + l] >> (j / 2 * 4) & 15, high = b.qh[n * 32 + l] >> (j * 2) & 3;
+      out[e] = d * static_cast<float>(b.scales[e / 16]) * static_cast<float>((low | high << 4) - kOffset);
+    }
+  }
+  static void quantize(const float* x, uint8_t* p) {
+    BlockQ6_K b{};
+    float scales[16];
+    for (int i = 0; i < 16; i++) scales[i] = fit_signed<16, 32>(x + i * 16);
+    b.d = round_signed<128>(scales, b.scales);
+    uint8_t codes[256];
+    for (int i = 0; i < 16; i++)
+      round_codes<16, kOffset, kMaxCode>(x + i * 16, half_to_float(b.d) * b.scales[i], 0, codes + i * 16);
+    for (int e = 0; e < 256; e++) {
+      const int n = e / 128, j = e % 128 / 32, l = e % 32;
+      uint8_t &low = b.ql[n * 64 + j % 2 * 32 + l], &high = b.qh[n * 32 + l];
+      low = static_cast<uint8_t>(low | (codes[e] & 15) << (j / 2 * 4));
+      high = static_cast<uint8_t>(high | codes[e] >> 4 << (j * 2));
+    }
+    std::memcpy(p, &b, sizeof b);
+  }
+};
+
+struct Q3_K : SignedScales<BlockQ3_K> {
+  static constexpr int kOffset = 4, kMaxCode = 7, kGroupBytes = 192, kRecordBytes = kCodes + 8 * kGroupBytes;
+
+  template <int S>
+  KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
+    const uint8_t* g = record + kCodes + group * kGroupBytes;
+    return bor(crumb<S, 0>(g, v), bit<S, 2>(g + 128, v));
+  }
+
+  // Scale j of six bits, less 32: the low four in nibble j / 8 of byte j % 8, the high two in crumb j / 4 of byte
+  // 8 + j % 4.
+  KT_INLINE static int scale_of(const uint8_t* packed, int j) {
+    return ((packed[j % 8] >> (j / 8 * 4) & 15) | (packed[8 + j % 4] >> (j / 4 * 2) & 3) << 4) - 32;
+  }
+  KT_INLINE static void put_scale(uint8_t* packed, int j, int scale) {  // over zeros
+    const int six = scale + 32;
+    packed[j % 8] = static_cast<uint8_t>(packed[j % 8] | (six & 15) << (j / 8 * 4));
+    packed[8 + j % 4] = static_cast<uint8_t>(packed[8 + j % 4] | (six >> 4 & 3) << (j / 4 * 2));
+  }
+
+  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
+    put_d(block, record, row);
+    KT_UNROLL for (int j = 0; j < 16; j++)
+      sub_scale(record, j, row) = static_cast<uint8_t>(scale_of(block + offsetof(BlockQ3_K, scales), j));
+    uint8_t* codes = record + kCodes + row * 4;
+    KT_UNROLL for (int n = 0; n < 2; n++)
+      put_groups<2>(block + offsetof(BlockQ3_K, qs) + n * 32, codes + n * 4 * kGroupBytes, kGroupBytes);
+    put_groups<1>(block + offsetof(BlockQ3_K, hmask), codes + 128, kGroupBytes);
+  }
+  KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
+    get_d(record, row, block);
+    std::memset(block + offsetof(BlockQ3_K, scales), 0, 12);
+    KT_UNROLL for (int j = 0; j < 16; j++)
+      put_scale(block + offsetof(BlockQ3_K, scales), j, sub_scales(record, j)[row]);
+    const uint8_t* codes = record + kCodes + row * 4;
+    KT_UNROLL for (int n = 0; n < 2; n++)
+      get_groups<2>(codes + n * 4 * kGroupBytes, kGroupBytes, block + offsetof(BlockQ3_K, qs) + n * 32);
+    get_groups<1>(codes + 128, kGroupBytes, block + offsetof(BlockQ3_K, hmask));
+  }
+
+  static void dequantize(const uint8_t* p, float* out) {
+    BlockQ3_K b;
+    std::memcpy(&b, p, sizeof b);
+    const float d = half_to_float(b.d);
+    for (int e = 0; e < 256; e++) {
+      const int n = e / 128, j = e % 128 / 32, l = e % 32;
+      const int q = (b.qs[n * 32 + l] >> (j * 2) & 3) | (b.hmask[l] >> (n * 4 + j) & 1) << 2;
+      out[e] = d * static_cast<float>(scale_of(b.scales, e / 16)) * static_cast<float>(q - kOffset);
+    }
+  }
+  static void quantize(const float* x, uint8_t* p) {
+    BlockQ3_K b{};
+    float scales[16];
+    for (int i = 0; i < 16; i++) scales[i] = descend_signed<16, 4>(x + i * 16);
+    int8_t sc[16];
+    b.d = round_signed<32>(scales, sc);
+    uint8_t codes[256];
+    for (int i = 0; i < 16; i++) {
+      put_scale(b.scales, i, sc[i]);
+      round_codes<16, kOffset, kMaxCode>(x + i * 16, half_to_float(b.d) * sc[i], 0, codes + i * 16);
+    }
+    for (int e = 0; e < 256; e++) {
+      const int n = e / 128, j = e % 128 / 32, l = e % 32;
+      b.qs[n * 32 + l] = static_cast<uint8_t>(b.qs[n * 32 + l] | (codes[e] & 3) << (j * 2));
+      b.hmask[l] = static_cast<uint8_t>(b.hmask[l] | codes[e] >> 2 << (n * 4 + j));
+    }
+    std::memcpy(p, &b, sizeof b);
+  }
+};
+
+// Sixteen sub-blocks of 16, four bits each for scale and minimum; w = d * sc * q - dmin * m.
+struct Q2_K : SuperBlock<BlockQ2_K> {
+  static constexpr int kOffset = 0, kMaxCode = 3, kScales = 2, kGroupBytes = 128,
+                       kRecordBytes = kCodes + 8 * kGroupBytes;
+
+  template <int S>
+  KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
+    return crumb<S, 0>(record + kCodes + group * kGroupBytes, v);
+  }
+  KT_INLINE static F32 scale(const uint8_t* record, int group, int half, int v) {
+    const I32 sc = load_u8(sub_scales(record, group * 2 + half) + v * kLanes);
+    return mul(d(record, v), to_f32(band(sc, splat_i32(15))));
+  }
+  KT_INLINE static F32 minimum(const uint8_t* record, int group, int half, int v) {
+    const I32 m = load_u8(sub_scales(record, group * 2 + half) + v * kLanes);
+    return mul(minus_dmin(record, v), to_f32(shift_right_32<4>(m)));
+  }
+
+  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
+    put_d(block, record, row);
+    KT_UNROLL for (int i = 0; i < 16; i++)
+      sub_scale(record, i, row) = block[offsetof(BlockQ2_K, scales) + static_cast<size_t>(i)];
+    KT_UNROLL for (int n = 0; n < 2; n++)
+      put_groups<2>(block + offsetof(BlockQ2_K, qs) + n * 32, record + kCodes + row * 4 + n * 4 * kGroupBytes,
+                    kGroupBytes);
+  }
+  KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
+    get_d(record, row, block);
+    KT_UNROLL for (int i = 0; i < 16; i++)
+      block[offsetof(BlockQ2_K, scales) + static_cast<size_t>(i)] = sub_scales(record, i)[row];
+    KT_UNROLL for (int n = 0; n < 2; n++)
+      get_groups<2>(record + kCodes + row * 4 + n * 4 * kGroupBytes, kGroupBytes,
+                    block + offsetof(BlockQ2_K, qs) + n * 32);
+  }
+
+  static void dequantize(const uint8_t* p, float* out) {
+    BlockQ2_K b;
+    std::memcpy(&b, p, sizeof b);
+    const float d = half_to_float(b.d), dmin = half_to_float(b.dmin);
+    for (int e = 0; e < 256; e++) {
+      const int q = b.qs[e / 128 * 32 + e % 32] >> (e % 128 / 32 * 2) & 3, s = b.scales[e / 16];
+      out[e] = d * static_cast<float>(s & 15) * static_cast<float>(q) - dmin * static_cast<float>(s >> 4);
+    }
+  }
+  static void quantize(const float* x, uint8_t* p) {
+    BlockQ2_K b{};
+    float scales[16], minima[16];
+    for (int i = 0; i < 16; i++) {
+      float weight[16];
+      for (int l = 0; l < 16; l++) weight[l] = __builtin_fabsf(x[i * 16 + l]);
+      const Fit fit = fit_minimum<16, kMaxCode, true>(x + i * 16, weight, -0.5f, 15);
+      scales[i] = fit.scale;
+      minima[i] = fit.minimum;
+    }
+    uint8_t sc[16], m[16], codes[256];
+    b.d = round_unsigned<15>(scales, sc);
+    b.dmin = round_unsigned<15>(minima, m);
+    for (int i = 0; i < 16; i++) {
+      b.scales[i] = static_cast<uint8_t>(sc[i] | m[i] << 4);
+      round_codes<16, kOffset, kMaxCode>(x + i * 16, half_to_float(b.d) * sc[i], half_to_float(b.dmin) * m[i],
+                                         codes + i * 16);
+    }
+    for (int e = 0; e < 256; e++) {
+      uint8_t& q = b.qs[e / 128 * 32 + e % 32];
+      q = static_cast<uint8_t>(q | codes[e] << (e % 128 / 32 * 2));
+    }
+    std::memcpy(p, &b, sizeof b);
+  }
+};
+
+}  // namespace ktlinear::tinyblas::KT_TIER
