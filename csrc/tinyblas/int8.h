@@ -205,7 +205,7 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
 
 template <class D, int P>
 KT_INLINE void direct_rows(int rows, const DirectTile& t) {
-  with_rows<D::kDirectRows>(rows, [&]<int R>() {
+  with_rows<min_of(D::kDirectRows, kBlocking.direct_max)>(rows, [&]<int R>() {
     if constexpr (P <= streams(R)) direct_tile<D, R, P>(t);
   });
 }
