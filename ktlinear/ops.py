@@ -49,7 +49,20 @@ class WeightType(enum.IntEnum):
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
+    IQ4_XS = 23
+    IQ1_M = 29
     BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
+    MXFP4 = 39
+    NVFP4 = 40
 
 
 class Format(NamedTuple):
@@ -82,6 +95,33 @@ FORMATS: dict[WeightType, Format] = {
     WeightType.Q4_K: Format(256, 144, 256, 2368),
     WeightType.Q5_K: Format(256, 176, 256, 2880),
     WeightType.Q6_K: Format(256, 210, 256, 3392),
+    WeightType.IQ4_NL: Format(32, 18, 64, 576),
+    WeightType.MXFP4: Format(32, 17, 128, 1088),
+    WeightType.NVFP4: Format(64, 36, 64, 576),
+    WeightType.IQ4_XS: Format(256, 136, 256, 2176),
+    WeightType.TQ1_0: Format(256, 54, 256, 896),
+    WeightType.TQ2_0: Format(256, 66, 256, 1088),
+    WeightType.IQ2_XXS: Format(256, 66, 256, 1088),
+    WeightType.IQ2_XS: Format(256, 74, 256, 1216),
+    WeightType.IQ2_S: Format(256, 82, 256, 1344),
+    WeightType.IQ3_XXS: Format(256, 98, 256, 1600),
+    WeightType.IQ3_S: Format(256, 110, 256, 1792),
+    WeightType.IQ1_S: Format(256, 50, 256, 832),
+    WeightType.IQ1_M: Format(256, 56, 256, 896),
+}
+
+# There is no quantizer for these yet: their rows come from elsewhere.
+_NOT_QUANTIZABLE = {
+    WeightType.IQ2_XXS,
+    WeightType.IQ2_XS,
+    WeightType.IQ2_S,
+    WeightType.IQ3_XXS,
+    WeightType.IQ3_S,
+    WeightType.IQ1_S,
+    WeightType.IQ1_M,
+    WeightType.IQ4_NL,
+    WeightType.IQ4_XS,
+    WeightType.NVFP4,
 }
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -100,6 +140,11 @@ def weight_type(value: WeightType | str | int) -> WeightType:
         return WeightType(value)
     accepted = ", ".join(f"{t.name} ({t.value})" for t in WeightType)
     raise ValueError(f"weight_type is {value!r}; expected one of {accepted}")
+
+
+def can_quantize(t: WeightType | str | int) -> bool:
+    """Whether ``kt::quantize`` makes rows of `t`. ValueError if there is no such type."""
+    return weight_type(t) not in _NOT_QUANTIZABLE
 
 
 def _geometry(value: WeightType | str | int) -> tuple[WeightType, Format]:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from . import _cpu
 from ._logical import LOGICAL_DTYPES
 from .nn import FLOAT_DTYPES, Embedding, Linear
-from .ops import WeightType, row_bytes
+from .ops import WeightType, can_quantize, row_bytes
 from .ops import weight_type as to_weight_type
 
 __all__ = ["PatchReport", "PatchRow", "patch", "unpatch"]
@@ -266,6 +266,8 @@ def _plan(
     chosen = fitting_type(asked, weight.shape[1])
     if chosen is None:
         return leave(f"the block of {asked.name} does not divide K = {weight.shape[1]}")
+    if not can_quantize(chosen):
+        return leave(f"there is no quantizer for {chosen.name} yet")
     if chosen in FLOAT_DTYPES and len(linears) < len(group):
         embedding = next(name for name, module, _ in group if not isinstance(module, nn.Linear))
         return leave(f"tied to {embedding}; embeddings are changed for quantized types only")

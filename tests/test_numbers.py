@@ -13,7 +13,16 @@ import torch.nn.functional as F
 from conftest import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ops import HALVES, QUANTIZED, ROUNDING, oracle_dequantize, oracle_quantize, random_rows, whole_blocks
+from test_ops import (
+    HALVES,
+    QUANTIZED,
+    ROUNDING,
+    oracle_dequantize,
+    oracle_quantize,
+    put_half,
+    random_rows,
+    whole_blocks,
+)
 
 import ktlinear
 from ktlinear import WeightType, ops
@@ -31,7 +40,27 @@ ONES = {
     "Q4_K": ((0, "003C0000" + "01" * 4 + "00" * 4 + "01" * 4),),
     "Q5_K": ((0, "003C0000" + "01" * 4 + "00" * 4 + "01" * 4),),
     "Q6_K": ((192, "01" * 16 + "003C"),),
+    "IQ4_NL": ((0, "003C"),),
+    "IQ4_XS": ((0, "003C" + "AAAA" + "11" * 4),),
+    "MXFP4": ((0, "80"),),
+    "NVFP4": ((0, "40" * 4),),
+    "TQ1_0": ((52, "003C"),),
+    "TQ2_0": ((64, "003C"),),
+    "IQ2_XXS": ((0, "0048"), *((9 + 8 * g, "00") for g in range(8))),
+    "IQ2_XS": ((0, "0048"), (66, "00" * 8)),
+    "IQ2_S": ((0, "0048"), (74, "00" * 8)),
+    "IQ3_XXS": ((0, "0044"), *((69 + 4 * g, "00") for g in range(8))),
+    "IQ3_S": ((0, "003C"), (106, "00" * 4)),
+    "IQ1_S": ((0, "0048"), *((35 + 2 * g, "80" if g % 2 else "00") for g in range(8))),  # eighths of 8
+    "IQ1_M": ((48, "0000" + "0000" + "0080" + "0040"),),
 }
+# Where d is an fp16 number, for the types of which random_rows does not know it. (MXFP4: it is none.)
+OTHER_HALVES: dict[WeightType, tuple[int, ...]] = {
+    WeightType.TQ1_0: (52,),
+    WeightType.TQ2_0: (64,),
+    WeightType.MXFP4: (),
+}
+D_AT = {t: (HALVES | OTHER_HALVES).get(t, (0,))[:1] for t in QUANTIZED}
 
 
 def linears(x: torch.Tensor, rows: torch.Tensor, t: WeightType, bias: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -51,7 +80,7 @@ def integer_rows(n: int, k: int, t: WeightType, extreme: bool) -> tuple[torch.Te
             fixed = torch.tensor(list(bytes.fromhex(ones)), dtype=torch.uint8)
             blocks[..., offset : offset + len(fixed)] = fixed
         weight = oracle_dequantize(blocks.view(n, -1), t)
-        assert torch.equal(weight, weight.round()) and weight.unique().numel() >= (2 if extreme else 4)
+        assert torch.equal(weight, weight.round()) and weight.unique().numel() >= (2 if extreme else 3)
         return blocks.view(n, -1), weight
     low, high = CODES[t.name]
     weight = torch.randint(low, high + 1, (n, k // 32, 32)).float()
@@ -143,14 +172,14 @@ def test_a_special_activation_stays_in_its_own_row(isa: str, weight_type: Weight
                 assert relative_error(y[others], x[others], weight) < 0.02
 
 
-@pytest.mark.parametrize("weight_type", QUANTIZED)
+@pytest.mark.parametrize("weight_type", [t for t, d in D_AT.items() if d])
 @pytest.mark.parametrize("bits", (0x7E00, 0x7C00))
 def test_padding_is_zero_on_both_sides(isa: str, weight_type: WeightType, bits: int) -> None:
     """Zero times NaN is NaN: a NaN or infinite scale of the last row must not meet the padding of N, M or K."""
     k = whole_blocks(weight_type, 96)
     rows = random_rows(17, k, weight_type)
-    d = HALVES.get(weight_type, (0,))[0]
-    rows[16, d : d + 2] = torch.tensor([bits & 255, bits >> 8], dtype=torch.uint8)
+    block = rows[16, : ops.FORMATS[weight_type].block_bytes]
+    put_half(block, D_AT[weight_type][0], torch.tensor(bits, dtype=torch.int16).view(torch.float16))
     for m in MS:
         for y in linears(torch.randn(m, k), rows, weight_type):
             assert y[:, :16].isfinite().all() and not y[:, 16].isfinite().any()
@@ -220,7 +249,7 @@ with ktlinear.use_isa(sys.argv[1]):
         for weight_dtype in floats:
             check(kt.linear, torch.randn(m, k).to(dtype), torch.randn(n, k).to(weight_dtype), bias)
         for t, k in quantized:
-            rows = kt.quantize(torch.randn(n, k), t)
+            rows = torch.randint(0, 256, (n, ops.row_bytes(t, k)), dtype=torch.uint8) & 0xBF  # no NaN, no infinity
             panels = kt.pack(rows, t)
             x = torch.randn(m, k).to(dtype)
             for exact in (False, True):
@@ -231,7 +260,8 @@ with ktlinear.use_isa(sys.argv[1]):
             check(lambda w: kt.pack(w, t), rows)
             check(lambda w: kt.unpack(w, n, k, t), panels)
             check(lambda w: kt.dequantize(w, t, dtype), rows)
-            check(lambda w: kt.quantize(w, t), torch.randn(n, k).to(dtype))
+            if ops.can_quantize(t):
+                check(lambda w: kt.quantize(w, t), torch.randn(n, k).to(dtype))
             check(lambda w: kt.embedding_packed(torch.tensor([n - 1]), w, n, k, t, dtype), panels)
 print("ok")
 """
@@ -327,7 +357,7 @@ def test_packing_any_bytes_loses_nothing(seed: int, n: int, blocks: int, t: Weig
 
 
 @settings(deadline=None, max_examples=100)
-@given(seed=seeds, n=sizes, blocks=st.integers(1, 9), t=st.sampled_from(QUANTIZED))
+@given(seed=seeds, n=sizes, blocks=st.integers(1, 9), t=st.sampled_from([t for t in QUANTIZED if ops.can_quantize(t)]))
 def test_quantizing_again_changes_little(seed: int, n: int, blocks: int, t: WeightType) -> None:
     """The second rounding meets values that the first one made, so it costs less than the first."""
     torch.manual_seed(seed)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -24,9 +28,11 @@ def oracle_quantize(weight: torch.Tensor, t: WeightType) -> torch.Tensor:
 
 
 def oracle_dequantize(rows: torch.Tensor, t: WeightType) -> torch.Tensor:
-    with np.errstate(invalid="ignore"):  # infinity times zero
+    with np.errstate(invalid="ignore", over="ignore"):  # infinity times zero, the largest scales
         return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType(t)))
 
+
+SPREAD = -1  # in the upper nibbles of the block's last four words
 
 # Where the fp16 scales of a block are, for types that the oracle decodes but does not quantize.
 HALVES: dict[WeightType, tuple[int, ...]] = {
@@ -35,7 +41,29 @@ HALVES: dict[WeightType, tuple[int, ...]] = {
     WeightType.Q4_K: (0, 2),
     WeightType.Q5_K: (0, 2),
     WeightType.Q6_K: (208,),
+    WeightType.IQ2_XXS: (0,),
+    WeightType.IQ2_XS: (0,),
+    WeightType.IQ2_S: (0,),
+    WeightType.IQ3_XXS: (0,),
+    WeightType.IQ3_S: (0,),
+    WeightType.IQ1_S: (0,),
+    WeightType.IQ1_M: (SPREAD,),
+    WeightType.IQ4_NL: (0,),
+    WeightType.IQ4_XS: (0,),
+    WeightType.NVFP4: (),
 }
+
+
+def put_half(blocks: torch.Tensor, offset: int, values: torch.Tensor) -> None:
+    """Write fp16 `values` [...] into `blocks` uint8 [..., block_bytes]."""
+    if offset != SPREAD:
+        blocks[..., offset : offset + 2] = values.half().unsqueeze(-1).view(torch.uint8)
+        return
+    bits = values.half().view(torch.int16).int()
+    for i in range(4):
+        upper = (bits >> (4 * i) & 15) << 4
+        at = blocks.shape[-1] - 7 + 2 * i
+        blocks[..., at] = (blocks[..., at] & 15) | upper.to(torch.uint8)
 
 
 def whole_blocks(t: WeightType, k: int) -> int:
@@ -54,7 +82,7 @@ def random_rows(n: int, k: int, t: WeightType) -> torch.Tensor:
         blocks = torch.randint(0, 256, (n, k // f.block, f.block_bytes), dtype=torch.uint8)
         for offset in HALVES[t]:
             scale = (torch.rand(n, k // f.block) * 0.01 + 0.005) * (torch.randint(0, 2, (n, k // f.block)) * 2 - 1)
-            blocks[..., offset : offset + 2] = scale.half().unsqueeze(-1).view(torch.uint8)
+            put_half(blocks, offset, scale)
         return blocks.view(n, -1)
     weight = torch.randn(n, k)
     weight[torch.rand(n, k) < 0.01] *= 8
@@ -269,7 +297,7 @@ def test_special_scales_are_decoded_as_gguf_does(isa: str, weight_type: WeightTy
     n, f = len(special) ** 2, ops.FORMATS[weight_type]
     rows = random_rows(n, f.block, weight_type)
     for offset, values in zip(HALVES[weight_type], (special.repeat(10), special.repeat_interleave(10)), strict=False):
-        rows[:, offset : offset + 2] = values.half().unsqueeze(1).view(torch.uint8)
+        put_half(rows, offset, values)
     expected = oracle_dequantize(rows, weight_type)
     actual = kt.dequantize(rows, weight_type, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
@@ -280,6 +308,29 @@ def test_special_scales_are_decoded_as_gguf_does(isa: str, weight_type: WeightTy
     finite = expected.isfinite().all(dim=1)
     torch.testing.assert_close(y[:, finite], expected[finite, :40].t(), rtol=1e-6, atol=1e-9)
     assert finite.sum() > n // 3 and y[:, ~finite].isfinite().logical_not().any(dim=0).all()
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+def test_any_bytes_are_decoded_as_gguf_does(isa: str, weight_type: WeightType) -> None:
+    rows = torch.randint(0, 256, (256, ops.row_bytes(weight_type, 512)), dtype=torch.uint8)
+    expected = oracle_dequantize(rows, weight_type)
+    actual = kt.dequantize(rows, weight_type, torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_types_without_a_quantizer_are_refused() -> None:
+    for t in QUANTIZED:
+        if ops.can_quantize(t):
+            assert kt.quantize(torch.randn(1, 256), t).shape == (1, ops.row_bytes(t, 256))
+        else:
+            with pytest.raises(RuntimeError, match=f"weight_type is {t.name}, for which there is no quantizer yet"):
+                kt.quantize(torch.randn(1, 256), t)
+
+
+def test_grids_are_those_of_gguf() -> None:
+    script = Path(__file__).resolve().parent.parent / "scripts" / "make_grids.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # Relative RMS error of the reference's quantizers on normal weights.
@@ -327,7 +378,7 @@ def test_geometry_matches_gguf() -> None:
         assert (f.block, f.block_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(t)]
         if f.packed_k:  # lossless, and hardly larger than 16 rows of the same blocks
             plain = 16 * f.packed_k // f.block * f.block_bytes
-            assert f.packed_bytes % 64 == 0 and plain <= f.packed_bytes <= (1.06 * plain if t in HALVES else plain)
+            assert f.packed_bytes % 64 == 0 and plain <= f.packed_bytes <= (1.06 * plain if f.block == 256 else plain)
     assert ops.row_bytes("q4_0", 96) == 54
     assert ops.packed_shape(WeightType.Q8_0, 17, 96) == (2, 2176)
 

@@ -22,6 +22,13 @@ int64_t bytes_of(Type float_type, int64_t count) {
   return tinyblas::row_bytes(*tinyblas::find_format(static_cast<int64_t>(float_type)), count);
 }
 
+std::string quantizable_types() {
+  std::string names;
+  for (const FormatInfo& f : tinyblas::kFormats)
+    if (tinyblas::can_quantize(f.type)) names += (names.empty() ? "" : ", ") + std::string(f.name);
+  return names;
+}
+
 // Calls f(first element, count) for pieces of a row that fit a buffer on the stack.
 template <class F>
 void pieces(int64_t k, const F& f) {
@@ -80,6 +87,8 @@ void quantize(StableIValue* stack, uint64_t, uint64_t) {
   const FormatInfo& f = format(op, torch::stable::detail::to<int64_t>(stack[1]));
   const View w = view(op, "weight", weight.get());
   const Type in_type = require_float(op, "weight", w.dtype);
+  if (!tinyblas::can_quantize(f.type))
+    fail(op, "weight_type is ", f.name, ", for which there is no quantizer yet; expected one of ", quantizable_types());
   if (w.dim < 1) fail(op, "weight has no dimensions; expected [..., in_features]");
   const int64_t k = w.last(), n = w.rows();
   if (k % f.block != 0)

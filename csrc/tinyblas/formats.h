@@ -21,7 +21,20 @@ enum class Type : int32_t {
   Q4_K = 12,
   Q5_K = 13,
   Q6_K = 14,
+  IQ2_XXS = 16,
+  IQ2_XS = 17,
+  IQ3_XXS = 18,
+  IQ1_S = 19,
+  IQ4_NL = 20,
+  IQ3_S = 21,
+  IQ2_S = 22,
+  IQ4_XS = 23,
+  IQ1_M = 29,
   BF16 = 30,
+  TQ1_0 = 34,
+  TQ2_0 = 35,
+  MXFP4 = 39,
+  NVFP4 = 40,
 };
 
 // On-disk blocks. All little-endian, no padding; `d` and `m` are IEEE fp16 bits. 1- or 2-byte aligned in a file, so the
@@ -81,6 +94,74 @@ struct BlockQ6_K {
 };
 static_assert(sizeof(BlockQ2_K) == 84 && sizeof(BlockQ3_K) == 110 && sizeof(BlockQ6_K) == 210);
 static_assert(sizeof(BlockQ4_K) == 144 && sizeof(BlockQ5_K) == 176);
+struct BlockIQ4_NL {
+  uint16_t d;
+  uint8_t qs[16];  // as Q4_0; w = d * level[q]
+};
+struct BlockMXFP4 {
+  uint8_t e;       // E8M0
+  uint8_t qs[16];  // as Q4_0; w = 2^(e - 128) * level[q]
+};
+struct BlockNVFP4 {
+  uint8_t d[4];    // unsigned E4M3, one per 16 elements
+  uint8_t qs[32];  // 8 bytes per 16 elements: low nibbles elements 0..7, high ones 8..15; w = d / 2 * level[q]
+};
+struct BlockIQ4_XS {
+  uint16_t d;
+  uint16_t scales_h;    // bits 2i, 2i + 1: the high bits of group i's sub-scale
+  uint8_t scales_l[4];  // nibble i: the low bits
+  uint8_t qs[128];      // 16 bytes per 32 elements, as Q4_0; w = d * (scale - 32) * level[q]
+};
+struct BlockTQ1_0 {
+  // Base-3 digits, five a byte: digit n of qs[m] is element 32n + m, of qs[32 + m] element 160 + 16n + m; four a byte:
+  // digit n of qh[m] is element 240 + 4n + m. w = d * (q - 1)
+  uint8_t qs[48], qh[4];
+  uint16_t d;
+};
+struct BlockTQ2_0 {
+  uint8_t qs[64];  // bits 2l, 2l + 1 of qs[32j + m]: element 128j + 32l + m; w = d * (q - 1)
+  uint16_t d;
+};
+struct BlockIQ2_XXS {
+  uint16_t d;
+  uint8_t qs[64];  // per 32 elements four indices, then a little-endian word: four 7-bit sign indices and a 4-bit scale
+};
+struct BlockIQ2_XS {
+  uint16_t d;
+  uint16_t qs[32];    // per eight elements: 9 bits of index, a 7-bit sign index
+  uint8_t scales[8];  // a nibble per 16 elements
+};
+struct BlockIQ2_S {
+  uint16_t d;
+  uint8_t qs[32], signs[32];  // per eight elements: low bits of the index, signs
+  uint8_t qh[8];              // two high bits of four indices
+  uint8_t scales[8];          // a nibble per 16 elements
+};
+struct BlockIQ3_XXS {
+  uint16_t d;
+  uint8_t qs[64];  // an index per four elements
+  uint8_t a[32];   // per 32 elements a word as in IQ2_XXS
+};
+struct BlockIQ3_S {
+  uint16_t d;
+  uint8_t qs[64], qh[8];  // per four elements: low bits of the index; the high bit of eight indices
+  uint8_t signs[32];
+  uint8_t scales[4];  // a nibble per 32 elements
+};
+struct BlockIQ1_S {
+  uint16_t d;
+  uint8_t qs[32];  // per eight elements: low bits of the index
+  uint16_t qh[8];  // per 32 elements: four times three high bits, a 3-bit scale, the direction
+};
+struct BlockIQ1_M {
+  uint8_t qs[32], qh[16];  // per eight elements: low bits of the index; a nibble of three high bits and the direction
+  uint8_t scales[8];       // little-endian words of four 3-bit scales (per 16 elements) and four bits of the fp16 d
+};
+static_assert(sizeof(BlockIQ4_NL) == 18 && sizeof(BlockMXFP4) == 17 && sizeof(BlockNVFP4) == 36);
+static_assert(sizeof(BlockIQ4_XS) == 136 && sizeof(BlockTQ1_0) == 54 && sizeof(BlockTQ2_0) == 66);
+static_assert(sizeof(BlockIQ2_XXS) == 66 && sizeof(BlockIQ2_XS) == 74 && sizeof(BlockIQ2_S) == 82);
+static_assert(sizeof(BlockIQ3_XXS) == 98 && sizeof(BlockIQ3_S) == 110 && sizeof(BlockIQ1_S) == 50);
+static_assert(sizeof(BlockIQ1_M) == 56);
 
 // One row of the table of formats. Floats have block = 1.
 //   packed_k, packed_bytes: one record of the packed layout holds packed_k elements of 16 rows (see README.md).
@@ -109,6 +190,19 @@ inline constexpr FormatInfo kFormats[] = {
     {Type::Q4_K, "Q4_K", 256, sizeof(BlockQ4_K), 256, 2368},
     {Type::Q5_K, "Q5_K", 256, sizeof(BlockQ5_K), 256, 2880},
     {Type::Q6_K, "Q6_K", 256, sizeof(BlockQ6_K), 256, 3392},
+    {Type::IQ4_NL, "IQ4_NL", 32, sizeof(BlockIQ4_NL), 64, 576},
+    {Type::MXFP4, "MXFP4", 32, sizeof(BlockMXFP4), 128, 1088},
+    {Type::NVFP4, "NVFP4", 64, sizeof(BlockNVFP4), 64, 576},
+    {Type::IQ4_XS, "IQ4_XS", 256, sizeof(BlockIQ4_XS), 256, 2176},
+    {Type::TQ1_0, "TQ1_0", 256, sizeof(BlockTQ1_0), 256, 896},
+    {Type::TQ2_0, "TQ2_0", 256, sizeof(BlockTQ2_0), 256, 1088},
+    {Type::IQ2_XXS, "IQ2_XXS", 256, sizeof(BlockIQ2_XXS), 256, 1088},
+    {Type::IQ2_XS, "IQ2_XS", 256, sizeof(BlockIQ2_XS), 256, 1216},
+    {Type::IQ2_S, "IQ2_S", 256, sizeof(BlockIQ2_S), 256, 1344},
+    {Type::IQ3_XXS, "IQ3_XXS", 256, sizeof(BlockIQ3_XXS), 256, 1600},
+    {Type::IQ3_S, "IQ3_S", 256, sizeof(BlockIQ3_S), 256, 1792},
+    {Type::IQ1_S, "IQ1_S", 256, sizeof(BlockIQ1_S), 256, 832},
+    {Type::IQ1_M, "IQ1_M", 256, sizeof(BlockIQ1_M), 256, 896},
 };
 
 // nullptr if the id is not in the table.
@@ -116,6 +210,24 @@ static inline constexpr const FormatInfo* find_format(int64_t id) {
   for (const FormatInfo& f : kFormats)
     if (static_cast<int64_t>(f.type) == id) return &f;
   return nullptr;
+}
+// False: rows of it come from elsewhere, there is no quantizer yet.
+static inline constexpr bool can_quantize(Type t) {
+  switch (t) {
+    case Type::IQ2_XXS:
+    case Type::IQ2_XS:
+    case Type::IQ2_S:
+    case Type::IQ3_XXS:
+    case Type::IQ3_S:
+    case Type::IQ1_S:
+    case Type::IQ1_M:
+    case Type::IQ4_NL:
+    case Type::IQ4_XS:
+    case Type::NVFP4:
+      return false;
+    default:
+      return true;
+  }
 }
 static inline constexpr bool is_float(Type t) { return t == Type::F32 || t == Type::F16 || t == Type::BF16; }
 

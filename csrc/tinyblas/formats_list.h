@@ -1,11 +1,21 @@
 // The one list of quantized formats: type and decoder.
 #pragma once
 
+#include "decode/codebook.h"
+#include "decode/iq.h"
 #include "decode/k_quants.h"
 #include "decode/nibbles.h"
 #include "decode/q8_0.h"
+#include "decode/ternary.h"
 
-#define KT_FORMATS(X) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K)
+// clang-format off
+#define KT_FORMATS(X) \
+  X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) \
+  X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) \
+  X(IQ4_NL) X(MXFP4) X(NVFP4) X(IQ4_XS) \
+  X(TQ1_0) X(TQ2_0) \
+  X(IQ2_XXS) X(IQ2_XS) X(IQ2_S) X(IQ3_XXS) X(IQ3_S) X(IQ1_S) X(IQ1_M)
+// clang-format on
 
 namespace ktlinear::tinyblas::KT_TIER {
 
@@ -23,12 +33,15 @@ KT_INLINE auto with_decoder(Type t, F f) {
   }
 }
 
+template <class D>
+inline constexpr bool kCanQuantize = requires(const float* x, uint8_t* block) { D::quantize(x, block); };
+
 // The table of formats.h and the decoders agree.
 template <class D>
 constexpr bool matches(Type t) {
   const FormatInfo* f = find_format(static_cast<int64_t>(t));
-  return f && f->block == D::kBlock && f->block_bytes == D::kBlockBytes && f->packed_k == D::kGroups * 32 &&
-         f->packed_bytes == D::kRecordBytes && D::kRecordBytes % 64 == 0;
+  return f && can_quantize(t) == kCanQuantize<D> && f->block == D::kBlock && f->block_bytes == D::kBlockBytes &&
+         f->packed_k == D::kGroups * 32 && f->packed_bytes == D::kRecordBytes && D::kRecordBytes % 64 == 0;
 }
 #define KT_CHECK(name) static_assert(matches<name>(Type::name));
 KT_FORMATS(KT_CHECK)

@@ -69,8 +69,9 @@ static void codec_dequantize(Type type, const void* blocks, int64_t count, float
 }
 static void codec_quantize(Type type, const float* in, int64_t count, void* blocks) {
   with_decoder(type, [&]<class D>() {
-    for (int64_t b = 0; b < count; b++)
-      D::quantize(in + b * D::kBlock, static_cast<uint8_t*>(blocks) + b * D::kBlockBytes);
+    if constexpr (kCanQuantize<D>)
+      for (int64_t b = 0; b < count; b++)
+        D::quantize(in + b * D::kBlock, static_cast<uint8_t*>(blocks) + b * D::kBlockBytes);
   });
 }
 static void codec_dequantize_packed_row(Type type, const void* packed, int64_t k, int64_t row, float* out) {

@@ -10,7 +10,10 @@
 //   transpose(rows)                kLanes x kLanes
 //   sum(v), sum4(v, out)           horizontal, of one vector or of four, in the same order
 //   load_i, splat_i8, splat_i32, band, bor, bxor, to_f32, byte<j> (byte j of each 32-bit lane)
-//   shift_right_16<N>, shift_left_16<N>   of 16-bit units; shift_right_32<N> of 32-bit ones, zeros coming in
+//   shift_right_16<N>, shift_left_16<N>   of 16-bit units, zeros coming in
+//   shift_right_32<N>(v), shift_right_32(v, n)   of 32-bit ones
+//   sub_i8                         of bytes, wrapping
+//   mul_low_16, mul_high_u16       of 16-bit units: the product's low half; the high half of the unsigned product
 //   table16(t), lookup16(table, i) a table of 16 bytes, looked up with bytes below 16
 //   load_u8, load_s8               kLanes bytes, widened to 32-bit lanes
 //   gather_f32(table, p)           table[p[lane]] for kLanes bytes at p; gather_i32(table, i) table[i] for each lane
@@ -98,6 +101,17 @@ KT_INLINE I32 gather_i32(const uint32_t* table, I32 index) {
 template <int N>
 KT_INLINE I32 shift_right_32(I32 v) {  // logical
   return reinterpret_cast<I32>(reinterpret_cast<U32>(v) >> N);
+}
+KT_INLINE I32 shift_right_32(I32 v, int n) { return reinterpret_cast<I32>(reinterpret_cast<U32>(v) >> n); }
+KT_INLINE I32 sub_i8(I32 a, I32 b) { return reinterpret_cast<I32>(reinterpret_cast<U8>(a) - reinterpret_cast<U8>(b)); }
+KT_INLINE I32 mul_low_16(I32 a, I32 b) {
+  return reinterpret_cast<I32>(reinterpret_cast<U16>(a) * reinterpret_cast<U16>(b));
+}
+KT_INLINE I32 mul_high_u16(I32 a, I32 b) {
+  const U16 x = reinterpret_cast<U16>(a), y = reinterpret_cast<U16>(b);
+  U16 out{};
+  KT_UNROLL for (int i = 0; i < 8; i++) out[i] = static_cast<uint16_t>(static_cast<uint32_t>(x[i]) * y[i] >> 16);
+  return reinterpret_cast<I32>(out);
 }
 KT_INLINE F32 to_f32(I32 v) { return __builtin_convertvector(v, F32); }
 template <int J>
