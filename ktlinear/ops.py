@@ -119,8 +119,6 @@ _NOT_QUANTIZABLE = {
     WeightType.IQ3_S,
     WeightType.IQ1_S,
     WeightType.IQ1_M,
-    WeightType.IQ4_NL,
-    WeightType.IQ4_XS,
     WeightType.NVFP4,
 }
 

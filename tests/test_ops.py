@@ -334,7 +334,15 @@ def test_grids_are_those_of_gguf() -> None:
 
 
 # Relative RMS error of the reference's quantizers on normal weights.
-REFERENCE_ERRORS = {"Q2_K": 0.2964, "Q3_K": 0.1508, "Q4_K": 0.0713, "Q5_K": 0.0361, "Q6_K": 0.0178}
+REFERENCE_ERRORS = {
+    "Q2_K": 0.2964,
+    "Q3_K": 0.1508,
+    "Q4_K": 0.0713,
+    "Q5_K": 0.0361,
+    "Q6_K": 0.0178,
+    "IQ4_NL": 0.0761,
+    "IQ4_XS": 0.0767,
+}
 
 
 @pytest.mark.parametrize("name", list(REFERENCE_ERRORS))

@@ -221,8 +221,6 @@ static inline constexpr bool can_quantize(Type t) {
     case Type::IQ3_S:
     case Type::IQ1_S:
     case Type::IQ1_M:
-    case Type::IQ4_NL:
-    case Type::IQ4_XS:
     case Type::NVFP4:
       return false;
     default:
