@@ -20,6 +20,7 @@ from . import cases, report
 from .weights import Arena
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1536, 576)]
+TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
 MS = [1, 2, 4, 8, 16, 32, 64, 128, 512]
 FORCED_ISA, FORCED_TYPES = "amd_avx2", (WeightType.F32, WeightType.Q4_0)
 
@@ -57,7 +58,7 @@ def listed(item: Any) -> Any:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--types", type=listed(weight_type), help="weight types (default: all)")
+    parser.add_argument("--types", type=listed(weight_type), help=f"weight types (default: {','.join(TYPES)})")
     parser.add_argument("--m", type=listed(positive), help=f"rows of the input (default: {','.join(map(str, MS))})")
     parser.add_argument("--shapes", type=listed(shape), help="N x K of the weights, such as 4096x4096,1536x576")
     parser.add_argument("--isa", choices=ktlinear.available_isas(), help="tier (default: the one in use)")
@@ -70,14 +71,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write the roofline (needs matplotlib)")
     args = parser.parse_args(argv)
-    args.types = args.types or list(FORMATS)
+    args.types = args.types or [weight_type(name) for name in TYPES]
     args.m = sorted(set(args.m or ([1, 16, 512] if args.quick else MS)))
     args.shapes = args.shapes or ([SHAPES[0], SHAPES[-1]] if args.quick else SHAPES)
     for t in args.types:
-        for n, k in args.shapes:
-            if k % FORMATS[t].block:
-                parser.error(f"shape {n}x{k}: K has to be a multiple of {FORMATS[t].block} for {t.name}")
+        if not any(fits(t, s) for s in args.shapes):
+            parser.error(f"--types {t.name}: K has to be a multiple of {FORMATS[t].block} in one of the shapes")
     return args
+
+
+def fits(t: WeightType, s: cases.Shape) -> bool:
+    """Whether the type's block divides the shape's K."""
+    return s[1] % FORMATS[t].block == 0
 
 
 @torch.inference_mode()
@@ -96,6 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         notes.append(f"{FORCED_ISA} was not measured: it is not compiled in, or this CPU lacks it.")
     elif ktlinear.isa() != FORCED_ISA:
         jobs += [("forced", args.shapes[0], t) for t in FORCED_TYPES if t in args.types]
+    jobs = [(job, s, t) for job, s, t in jobs if fits(t, s)]
     calls = cases.call_cost(effort)
     with tqdm(jobs, unit="weight", disable=None) as progress:
         for job, s, t in progress:

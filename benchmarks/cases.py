@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import ktlinear
 from ktlinear import WeightType
 from ktlinear.nn import FLOAT_DTYPES
+from ktlinear.ops import FORMATS
 
 from . import limits
 from .timing import calls_for, in_turn, ratio, seconds, spread
@@ -138,7 +139,7 @@ def linears(bench: Bench, weight_type: WeightType, shape: Shape, ms: list[int]) 
 def odd_shape(weight_type: WeightType, shape: Shape) -> Shape:
     """The nearest smaller shape that is a multiple of nothing but the type's block."""
     n, k = shape
-    return n - 3, k - (5 if weight_type in FLOAT_DTYPES else 32)
+    return n - 3, k - (5 if weight_type in FLOAT_DTYPES else FORMATS[weight_type].block)
 
 
 def odd_shapes(bench: Bench, weight_type: WeightType, shape: Shape, ms: list[int]) -> list[dict[str, Any]]:

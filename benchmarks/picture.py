@@ -21,14 +21,7 @@ COLORS = {
     "BF16": "#2ca02c",
     "Q4_0": "#c0392b",
     "Q4_1": "#8e44ad",
-    "Q5_0": "#7f8c8d",
-    "Q5_1": "#d35400",
     "Q8_0": "#16a085",
-    "Q2_K": "#7f6000",
-    "Q3_K": "#b8860b",
-    "Q4_K": "#e84393",
-    "Q5_K": "#6c5ce7",
-    "Q6_K": "#2d3436",
 }
 GREY = "#808080"
 PANELS = (("fma", "Float weights", "GFLOP/s"), ("dot", "Quantized weights (int8 products)", "GOP/s"))
