@@ -152,7 +152,10 @@ def test_a_group_of_subnormal_activations_counts_as_zero(isa: str, weight_type: 
         tiny = x.clone()
         tiny[:, :32] = 1e-40 * torch.randn(m, 32)
         for y, expected in zip(linears(tiny, rows, weight_type), linears(x, rows, weight_type), strict=True):
-            assert torch.equal(y, expected)
+            if isa in ("amd_fma", "amd_avx", "unsupported"):  # activations are not quantized there: no group, no scale
+                assert relative_error(y, tiny, oracle_dequantize(rows, weight_type)) < 1e-5
+            else:
+                assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize("weight_type", QUANTIZED)
