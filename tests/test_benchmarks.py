@@ -76,7 +76,7 @@ def check(results: dict[str, Any], packed: bool) -> None:
         (["--shapes", "64"], "shape is '64'; expected NxK"),
         (["--shapes", "64x0"], "shape is '64x0'; expected positive numbers"),
         (["--m", "0"], "'0' is not a positive integer"),
-        (["--types", "Q4_0", "--shapes", "64x40"], "K has to be a multiple of 32 for Q4_0"),
+        (["--types", "Q4_0", "--shapes", "64x40"], "--types Q4_0: K has to be a multiple of 32 in one of the shapes"),
         (["--isa", "m68k"], "invalid choice: 'm68k'"),
     ],
 )
