@@ -8,6 +8,8 @@
 
 namespace ktlinear::tinyblas::KT_TIER {
 
+enum FloatPath { kDots, kPanels };  // small M, large M
+
 template <Type T>
 KT_INLINE F32 load_weight(const char* p) {
   if constexpr (T == Type::F32) return load(reinterpret_cast<const float*>(p));
@@ -136,7 +138,7 @@ template <Type T>
 KT_INLINE void sgemm_typed(const Problem& p, const Plan& plan, const void* activations, void* scratch, int64_t begin,
                            int64_t end) {
   const float* x = static_cast<const float*>(activations);
-  if (plan.path == 0) {
+  if (plan.path == kDots) {
     for (int64_t unit = begin; unit < end; unit++) {
       int64_t n = unit * kDotRows;
       if (n + kDotRows <= p.n)
@@ -154,20 +156,20 @@ KT_INLINE void sgemm_typed(const Problem& p, const Plan& plan, const void* activ
 static Plan sgemm_plan(const Problem& p, int threads) {
   Plan plan{};
   if (p.m <= kBlocking.dot_max) {
-    plan.path = 0;
+    plan.path = kDots;
     plan.activation_bytes = p.m * padded(p.k) * 4;
     plan.scratch_bytes = p.m * kDotRows * static_cast<int64_t>(sizeof(F32));
     plan.prepare_units = p.m;
     plan.compute_units = ceil_div(p.n, kDotRows);
   } else {
-    plan.path = 1;
+    plan.path = kPanels;
     plan_gemm_f32<FloatRows<Type::F32>>(plan, p, threads, kBlocking.kc, 64);
   }
   return plan;
 }
 static bool sgemm_prepare(const Problem& p, const Plan& plan, void* activations, int64_t begin, int64_t end) {
   float* out = static_cast<float*>(activations);
-  if (plan.path == 1) {
+  if (plan.path == kPanels) {
     pack_x_f32(p, plan, out, begin, end);
     return true;
   }

@@ -50,26 +50,5 @@ KT_INLINE uint32_t get_bits(const uint8_t* in) {
   KT_UNROLL for (int i = 0; i < 4; i++) KT_UNROLL for (int s = 0; s < 8; s++) bits |= (in[i] >> s & 1u) << (4 * s + i);
   return bits;
 }
-// One element's value in its place: `group` is the group's first byte, k the element, row the row.
-KT_INLINE void put_nibble(uint8_t* group, int row, int k, uint32_t q) {
-  uint8_t& b = group[k / 4 % 4 * 64 + row * 4 + k % 4];
-  b = static_cast<uint8_t>(k < 16 ? (b & 0xF0) | q : (b & 0x0F) | q << 4);
-}
-KT_INLINE uint32_t get_nibble(const uint8_t* group, int row, int k) {
-  return group[k / 4 % 4 * 64 + row * 4 + k % 4] >> (k < 16 ? 0 : 4) & 15u;
-}
-KT_INLINE void put_crumb(uint8_t* group, int row, int k, uint32_t q) {
-  uint8_t& b = group[k / 16 * 64 + row * 4 + k % 4];
-  const int shift = k / 4 % 4 * 2;
-  b = static_cast<uint8_t>((b & ~(3u << shift)) | q << shift);
-}
-KT_INLINE uint32_t get_crumb(const uint8_t* group, int row, int k) {
-  return group[k / 16 * 64 + row * 4 + k % 4] >> (k / 4 % 4 * 2) & 3u;
-}
-KT_INLINE void put_bit(uint8_t* group, int row, int k, uint32_t q) {
-  uint8_t& b = group[row * 4 + k % 4];
-  b = static_cast<uint8_t>((b & ~(1u << k / 4)) | q << k / 4);
-}
-KT_INLINE uint32_t get_bit(const uint8_t* group, int row, int k) { return group[row * 4 + k % 4] >> (k / 4) & 1u; }
 
 }  // namespace ktlinear::tinyblas::KT_TIER
