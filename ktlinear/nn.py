@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as _module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _logical, _memory
@@ -24,6 +25,10 @@ from .ops import weight_type as to_weight_type
 __all__ = ["Embedding", "Linear"]
 
 kt = torch.ops.kt
+
+_Module = nn.Module
+_module_call = nn.Module.__call__
+_tracing_state = torch._C._get_tracing_state
 
 FLOAT_DTYPES = {WeightType.F32: torch.float32, WeightType.F16: torch.float16, WeightType.BF16: torch.bfloat16}
 FLOAT_TYPES = {dtype: weight_type for weight_type, dtype in FLOAT_DTYPES.items()}
@@ -327,6 +332,25 @@ class Linear(_QuantizedWeight, nn.Linear):  # type: ignore[override]
             raise ValueError(f"other: expected a weight of shape {self._matrix_shape()}, got {other._matrix_shape()}")
         self._share_matrix(other)
         return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # nn.Module's own takes 1 us, as long as a small product. Without a hook, a trace or a patch of it (torch.fx's),
+        # there is nothing for it to do but to call forward.
+        if (
+            self._forward_hooks
+            or self._forward_pre_hooks
+            or self._backward_hooks
+            or self._backward_pre_hooks
+            or _module._global_forward_hooks
+            or _module._global_forward_pre_hooks
+            or _module._global_backward_hooks
+            or _module._global_backward_pre_hooks
+            or self._compiled_call_impl is not None
+            or _tracing_state()
+            or _Module.__call__ is not _module_call
+        ):
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         # nn.Module.__getattr__ is slow; this is called hundreds of times per generated token.

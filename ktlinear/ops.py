@@ -192,6 +192,7 @@ _linear_with_autograd = torch.ops.kt.linear.default
 _linear_packed = torch.ops.kt._linear_packed.default
 _linear_packed_with_autograd = torch.ops.kt.linear_packed.default
 _is_autocast_enabled = torch.is_autocast_enabled
+_any_autocast = torch._C._is_any_autocast_enabled  # a third of the time, since it parses no device's name
 _is_grad_enabled = torch.is_grad_enabled
 
 
@@ -243,7 +244,7 @@ def linear_stored(
         NotImplementedError: forward-mode differentiation.
     """
     # F.linear's autocast rule casts floating-point CPU tensors except float64.
-    if _is_autocast_enabled("cpu") and input.dtype in _FLOAT_DTYPES:
+    if _any_autocast() and _is_autocast_enabled("cpu") and input.dtype in _FLOAT_DTYPES:
         input = input.to(torch.get_autocast_dtype("cpu"))
     # Operators without a formula for it drop a tangent silently.
     if _forward_ad._current_level >= 0:
@@ -254,8 +255,9 @@ def linear_stored(
     )
     if packed_shape is None:
         return (_linear_with_autograd if with_autograd else _linear)(input, weight, bias, weight_type)
+    out_features, in_features = packed_shape
     op = _linear_packed_with_autograd if with_autograd else _linear_packed
-    return op(input, weight, bias, *packed_shape, weight_type)
+    return op(input, weight, bias, out_features, in_features, weight_type)
 
 
 def _refuse_tangents(**tensors: Tensor | None) -> None:
