@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -12,21 +11,11 @@ from tqdm import tqdm
 
 from . import _cpu
 from ._logical import LOGICAL_DTYPES
+from ._types import TypeRules, fitting_type
 from .nn import FLOAT_DTYPES, Embedding, Linear
-from .ops import WeightType, can_quantize, row_bytes
-from .ops import weight_type as to_weight_type
+from .ops import WeightType, can_quantize
 
 __all__ = ["PatchReport", "PatchRow", "patch", "unpatch"]
-
-# llama.cpp's rule for rows that a 256-element block does not divide. Names, since it is about types to come as well.
-NEXT_BEST = {
-    "Q2_K": "Q4_0",
-    "Q3_K": "Q4_0",
-    "Q4_K": "Q5_0",
-    "Q5_K": "Q5_1",
-    "Q6_K": "Q8_0",
-    "IQ4_XS": "IQ4_NL",
-}
 
 # Scales are stored in fp16. No type's scale is larger than its block's largest weight, so up to here none overflows.
 LARGEST_WEIGHT = 65504.0
@@ -111,47 +100,38 @@ def patch(
     Only modules whose type is exactly ``nn.Linear`` are swapped: a subclass may use its weight in a way of its own, as
     the output projection of ``nn.MultiheadAttention`` does. Weights tied to other linear layers stay tied. A weight
     tied to an ``nn.Embedding``, as a language model's output head is, is quantized together with the table, which
-    becomes a `ktlinear.nn.Embedding` on the same bytes; `filter_fn` and `rules` are asked about both, and both are left
-    if either is. A weight that has the float type asked for is left where the CPU computes in that type, since there
-    PyTorch's own linear is fast. Everything that could go wrong with a module is looked at before the first one is
-    swapped; then they are converted one by one, each original dropped as soon as its replacement is in place, so that
-    the model is never in memory twice. An interrupt in between leaves a model that works, with its first modules
-    swapped.
+    becomes a `ktlinear.nn.Embedding` on the same bytes; a rule or `filter_fn` that leaves one of them leaves both. Any
+    other embedding is left as it is unless one of the `rules` matches it. A weight that has the float type asked for is
+    left where the CPU computes in that type, since there PyTorch's own linear is fast. Everything that could go wrong
+    with a module is looked at before the first one is swapped; then they are converted one by one, each original
+    dropped as soon as its replacement is in place, so that the model is never in memory twice. An interrupt in between
+    leaves a model that works, with its first modules swapped.
 
     Args:
         model: changed in place.
-        weight_type: a `WeightType`, its name or its GGML id. If its block does not divide a module's K, the next best
+        weight_type: a `WeightType`, its name or its GGML id. A K-quant is mixed with better ones as llama.cpp does;
+            Q4_K gives what it calls Q4_K_M: the output head is Q6_K, fused q/k/v projections Q5_K, and the value and
+            down projections of half the layers Q6_K. If a type's block does not divide a module's K, the next best
             type by llama.cpp's rule is taken (Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, Q2_K and Q3_K: Q4_0,
             IQ4_XS: IQ4_NL), or the module is left alone.
         filter_fn: called with a module's qualified name and the module; False leaves it alone.
-        rules: ``{pattern: type}``; the first pattern that matches the qualified name (`fnmatch`) decides, and None as
-            the type leaves the module alone.
+        rules: ``{pattern: type}``, as in ``{"*.down_proj": "Q6_K", "lm_head": None}``. The first pattern that matches
+            a module's qualified name (`fnmatch`) decides, and None as the type leaves the module alone; what no
+            pattern matches gets `weight_type`. ``{"*": "Q4_K"}`` puts everything in that type, embeddings as well.
 
     Returns:
         A report of every linear layer: type before and after, or why it was left.
 
     Raises:
-        TypeError: `model` is not an ``nn.Module``.
-        ValueError: an unknown type in `weight_type` or `rules`; `model` is itself the linear layer to be swapped.
+        TypeError: `model` is not an ``nn.Module``, or `rules` no mapping.
+        ValueError: an unknown type in `weight_type` or `rules`; a pattern in `rules` that matches no linear layer and
+            no embedding; `model` is itself the linear layer to be swapped.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if type(model) is nn.Linear:
         raise ValueError("model: an nn.Linear cannot be swapped in place; use ktlinear.nn.Linear.from_linear(model)")
-    default = to_weight_type(weight_type)
-    types = {pattern: None if t is None else to_weight_type(t) for pattern, t in (rules or {}).items()}
-
-    def wanted(name: str, module: nn.Module) -> WeightType | str:
-        """The type asked for, or the reason to leave the module."""
-        if filter_fn is not None and not filter_fn(name, module):
-            return "filter_fn"
-        for pattern, chosen in types.items():
-            if fnmatchcase(name, pattern):
-                return f"rule {pattern!r}" if chosen is None else chosen
-        return default
-
-    cpu = _cpu.features()
-    plans = [_plan(group, wanted, cpu) for group in _weight_groups(model)]
+    plans = _plans(model, weight_type, rules, filter_fn)
     places = _places(model)
     report = PatchReport()
     with _progress("patch", sum(plan.nbytes for plan in plans if plan.weight_type is not None)) as bar:
@@ -227,8 +207,24 @@ class _Plan:
 _HOOKS = "it has hooks or a forward of its own, which a swap would drop"
 
 
-def _weight_groups(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
-    """The linear layers of `model` with whatever shares their weights: lists of (name, module, parameter's name)."""
+def _plans(
+    model: nn.Module,
+    weight_type: WeightType | str | int,
+    rules: Mapping[str, WeightType | str | int | None] | None,
+    filter_fn: Callable[[str, nn.Module], bool] | None = None,
+) -> list[_Plan]:
+    """What shall become of each weight of `model`; arguments and errors are those of `patch`."""
+    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+    types = TypeRules(weight_type, rules, names)
+    cpu = _cpu.features()
+    return [_plan(group, types, filter_fn, cpu) for group in _weight_groups(model, types)]
+
+
+def _weight_groups(model: nn.Module, types: TypeRules) -> list[list[tuple[str, nn.Module, str]]]:
+    """The linear layers of `model`, and the embeddings that a rule names, with whatever shares their weights.
+
+    Each is a list of (module's name, module, parameter's name).
+    """
     holders: dict[int, list[tuple[str, nn.Module, str]]] = {}  # of each parameter
     for name, module in model.named_modules():
         for parameter_name, parameter in module._parameters.items():
@@ -236,7 +232,7 @@ def _weight_groups(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
                 holders.setdefault(id(parameter), []).append((name, module, parameter_name))
     groups: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or (isinstance(module, nn.Embedding) and types.pattern(name) is not None):
             weight = module._parameters.get("weight", module._parameters.get("qweight"))
             alone: list[tuple[str, nn.Module, str]] = [(name, module, "weight")]
             groups.setdefault(id(module if weight is None else weight), holders.get(id(weight), alone))
@@ -244,63 +240,62 @@ def _weight_groups(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
 
 
 def _plan(
-    group: list[tuple[str, nn.Module, str]], wanted: Callable[[str, nn.Module], WeightType | str], cpu: frozenset[str]
+    group: list[tuple[str, nn.Module, str]],
+    types: TypeRules,
+    filter_fn: Callable[[str, nn.Module], bool] | None,
+    cpu: frozenset[str],
 ) -> _Plan:
+    # Linear layers first: their place in the report is that of the group.
     linears: list[tuple[str, _Layer]] = [(name, module) for name, module, _ in group if isinstance(module, nn.Linear)]
+    embeddings: list[tuple[str, _Layer]] = [
+        (name, module) for name, module, _ in group if isinstance(module, nn.Embedding)
+    ]
 
     def leave(reason: str) -> _Plan:
-        return _Plan(linears, None, reason, 0)
+        return _Plan(linears or embeddings, None, reason, 0)
 
-    types: dict[WeightType, str] = {}  # type asked for -> a module for which it was
+    asked: dict[WeightType, str] = {}  # type that a rule asks for -> a module for which it does
     for name, module, parameter_name in group:
         reason = _obstacle(module, parameter_name)
-        answer = wanted(name, module) if reason is None else reason
-        if not isinstance(answer, WeightType):
-            return leave(answer if len(group) == 1 else f"weight shared with {name}: {answer}")
-        types.setdefault(answer, name)
-    if len(types) > 1:
-        return leave("tied modules got different types: " + ", ".join(f"{n} {t.name}" for t, n in types.items()))
+        if reason is None and filter_fn is not None and not filter_fn(name, module):
+            reason = "filter_fn"
+        pattern = types.pattern(name)
+        if reason is None and pattern is not None and types.rules[pattern] is None:
+            reason = f"rule {pattern!r}"
+        if reason is not None:
+            return leave(reason if len(group) == 1 else f"weight shared with {name}: {reason}")
+        if pattern is not None:
+            asked.setdefault(types.rules[pattern], name)  # type: ignore[arg-type]
+    if len(asked) > 1:
+        return leave("tied modules got different types: " + ", ".join(f"{n} {t.name}" for t, n in asked.items()))
 
-    weight = linears[0][1].weight
-    asked = next(iter(types))
-    chosen = fitting_type(asked, weight.shape[1])
+    members = linears + embeddings
+    name, module = members[0]
+    weight = module.weight
+    wanted = next(iter(asked)) if asked else types.default_type(name, head=bool(linears and embeddings))
+    chosen = fitting_type(wanted, weight.shape[1])
     if chosen is None:
-        return leave(f"the block of {asked.name} does not divide K = {weight.shape[1]}")
+        return leave(f"the block of {wanted.name} does not divide K = {weight.shape[1]}")
     if not can_quantize(chosen):
         return leave(f"there is no quantizer for {chosen.name} yet")
-    if chosen in FLOAT_DTYPES and len(linears) < len(group):
-        embedding = next(name for name, module, _ in group if not isinstance(module, nn.Linear))
-        return leave(f"tied to {embedding}; embeddings are changed for quantized types only")
+    if chosen in FLOAT_DTYPES and embeddings:
+        tied = f"tied to {embeddings[0][0]}; " if linears else ""
+        return leave(f"{tied}embeddings are changed for quantized types only")
     native = [feature for feature in NATIVE.get(chosen, ()) if feature in cpu]
     if native and weight.dtype == FLOAT_DTYPES[chosen]:
         return leave(f"it is {_dtype_name(weight)} already, in which this CPU computes ({native[0]})")
     reason = _unfit_values(weight)
     if reason is not None:
         return leave(reason)
-    note = "" if chosen is asked else f"the block of {asked.name} does not divide K = {weight.shape[1]}"
-    embeddings: list[tuple[str, _Layer]] = [
-        (name, module) for name, module, _ in group if isinstance(module, nn.Embedding)
-    ]
-    return _Plan(linears + embeddings, chosen, note, weight.nbytes)
-
-
-def fitting_type(weight_type: WeightType, k: int) -> WeightType | None:
-    """`weight_type` if its block divides K, else the next best that exists and whose block does, else None."""
-    candidate: WeightType | None = weight_type
-    while candidate is not None:
-        try:
-            row_bytes(candidate, k)
-            return candidate
-        except ValueError:
-            candidate = WeightType.__members__.get(NEXT_BEST.get(candidate.name, ""))
-    return None
+    note = "" if chosen is wanted else f"the block of {wanted.name} does not divide K = {weight.shape[1]}"
+    return _Plan(members, chosen, note, weight.nbytes)
 
 
 def _obstacle(module: nn.Module, parameter_name: str) -> str | None:
     """Why `module` cannot be swapped, whatever the type, or None."""
     if type(module) not in (nn.Linear, nn.Embedding):
-        if isinstance(module, Linear):
-            return f"already ktlinear.nn.Linear, {module.weight_type.name}"
+        if isinstance(module, (Linear, Embedding)):
+            return f"already ktlinear.nn.{type(module).__name__}, {module.weight_type.name}"
         return f"its type is {type(module).__name__}, not nn.Linear"
     weight = module._parameters.get(parameter_name)
     if weight is None:
@@ -383,14 +378,15 @@ def _convert(plan: _Plan, places: dict[nn.Module, list[tuple[nn.Module, str]]]) 
     assert plan.weight_type is not None
     rows = []
     new: Linear | Embedding
-    first: Linear | None = None
+    first: Linear | Embedding | None = None
     first_name = ""
     for name, module in plan.members:
         before = _dtype_name(module.weight)
         if first is None:
-            # A group begins with its linear layers; an embedding takes its table from the first of them.
-            assert isinstance(module, nn.Linear)
-            new = first = Linear.from_linear(module, plan.weight_type)
+            if isinstance(module, nn.Linear):
+                new = first = Linear.from_linear(module, plan.weight_type)
+            else:
+                new = first = Embedding.from_embedding(module, plan.weight_type)
             first_name, note, sizes = name, plan.note, (plan.nbytes, first._stored().nbytes)
         else:
             new = _tied(module, first)
@@ -401,15 +397,18 @@ def _convert(plan: _Plan, places: dict[nn.Module, list[tuple[nn.Module, str]]]) 
     return rows
 
 
-def _tied(module: _Layer, head: Linear) -> Linear | Embedding:
-    """The replacement of `module`, whose weight was `head`'s."""
+def _tied(module: _Layer, other: Linear | Embedding) -> Linear | Embedding:
+    """The replacement of `module`, whose weight was that of the module that `other` has replaced."""
+    n, k = module.weight.shape
+    dtype = module.weight.dtype
+    new: Linear | Embedding
     if isinstance(module, nn.Embedding):
-        return Embedding.from_linear(head, module.padding_idx).train(module.training)
-    linear = Linear(
-        module.in_features, module.out_features, False, head.weight_type, device="meta", dtype=module.weight.dtype
-    )
-    linear.bias = module.bias
-    return linear.tie(head).train(module.training)
+        new = Embedding(n, k, module.padding_idx, other.weight_type, device="meta", dtype=dtype)
+    else:
+        new = Linear(k, n, False, other.weight_type, device="meta", dtype=dtype)
+        new.bias = module.bias
+    new._share_matrix(other)
+    return new.train(module.training)
 
 
 def _float_parameter(module: Linear | Embedding) -> nn.Parameter:

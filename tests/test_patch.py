@@ -5,6 +5,7 @@ import gc
 import re
 import weakref
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,9 +13,10 @@ from torch import nn
 
 import ktlinear
 from ktlinear import _cpu
+from ktlinear._types import NEXT_BEST, TypeRules, fitting_type
 from ktlinear.nn import Embedding, Linear
 from ktlinear.ops import WeightType
-from ktlinear.patch import NEXT_BEST, PatchReport, PatchRow, fitting_type
+from ktlinear.patch import PatchReport, PatchRow
 
 
 class Subclass(nn.Linear):
@@ -230,17 +232,126 @@ def test_what_cannot_be_converted_is_left_with_the_reason():
         assert re.search(reason, row(report, name).note), name
 
 
-def test_next_best_type(monkeypatch):
+def test_next_best_type():
     assert fitting_type(WeightType.Q8_0, 96) is WeightType.Q8_0
     assert fitting_type(WeightType.Q8_0, 33) is None
     assert fitting_type(WeightType.F16, 33) is WeightType.F16
-    assert {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "Q2_K": "Q4_0", "Q3_K": "Q4_0"}.items() <= NEXT_BEST.items()
-    # No type that exists today has a next best one; the rule itself, on a table in which one has.
-    monkeypatch.setitem(NEXT_BEST, "Q4_0", "BF16")
+    expected = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+    assert {kind.name: best.name for kind, best in NEXT_BEST.items()} == expected
+    for kind, best in expected.items():
+        assert fitting_type(WeightType[kind], 256) is WeightType[kind] and fitting_type(WeightType[kind], 33) is None
+        assert fitting_type(WeightType[kind], 96) is WeightType[best]
     model = Model()
-    report = ktlinear.patch(model, "Q4_0")
-    assert row(report, "odd").after == "BF16" and "Q4_0" in row(report, "odd").note
-    assert row(report, "first").after == "Q4_0" and row(report, "first").note == ""
+    report = ktlinear.patch(model, "Q5_K")
+    assert row(report, "first").after == "Q5_1" and "Q5_K does not divide K = 64" in row(report, "first").note
+    assert row(report, "odd").after is None and "Q5_K does not divide K = 33" in row(report, "odd").note
+
+
+def stack(layers: int, k: int = 256) -> nn.Module:
+    """The names of a decoder of transformers."""
+    names = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    model = nn.Module()
+    with torch.device("meta"):
+        model.embed_tokens = nn.Embedding(10, k)
+        model.layers = nn.ModuleList(nn.Module() for _ in range(layers))
+        for layer in model.layers:
+            layer.self_attn, layer.mlp = nn.Module(), nn.Module()
+            for name in names:
+                layer.set_submodule(name, nn.Linear(k, 8))
+        model.lm_head = nn.Linear(k, 10)
+    return model
+
+
+@pytest.mark.parametrize("layers, better", [(32, {0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31}), (1, {0})])
+@pytest.mark.parametrize("weight_type, high", [("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")])
+def test_k_quants_are_mixed_as_llama_cpp_does(layers, better, weight_type, high):
+    """The layers are those of llama.cpp's use_more_bits: of 32, the first and last four, and every third between."""
+    report = ktlinear.patch(stack(layers), weight_type)
+    for i in range(layers):
+        after = {name: row(report, f"layers.{i}.{name}").after for name in ("self_attn.v_proj", "mlp.down_proj")}
+        assert set(after.values()) == {high if i in better else weight_type}, i
+        for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"):
+            assert row(report, f"layers.{i}.{name}").after == weight_type
+    assert row(report, "lm_head").after == "Q6_K" and all(r.name != "embed_tokens" for r in report.rows)
+
+
+def test_other_mixes_and_none():
+    def types(weight_type, rules=None, k=256):
+        rows = ktlinear.patch(stack(3, k), weight_type, rules=rules).rows
+        return {r.name.removeprefix("layers.1."): r.after for r in rows if "layers" not in r.name or ".1." in r.name}
+
+    names = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "lm_head")
+    for weight_type, expected in {
+        "Q2_K": ("Q2_K", "Q3_K", "Q3_K", "Q2_K", "Q3_K", "Q6_K"),
+        "Q3_K": ("Q3_K", "Q4_K", "Q4_K", "Q3_K", "Q4_K", "Q6_K"),
+        "Q6_K": ("Q6_K",) * 6,
+        "Q4_0": ("Q4_0",) * 6,
+        "IQ4_XS": ("IQ4_XS",) * 6,
+    }.items():
+        assert types(weight_type) == dict(zip(names, expected, strict=True))
+    # Rules come before the mix, and one that matches everything leaves nothing to it.
+    assert types("Q4_K", {"lm_head": None, "*.v_proj": "Q8_0"}) == dict(
+        zip(names, ("Q4_K", "Q8_0", "Q4_K", "Q4_K", "Q4_K", None), strict=True)
+    )
+    assert types("Q2_K", {"*": "Q2_K"}) == dict.fromkeys((*names, "embed_tokens"), "Q2_K")
+    # A mixed type falls back as any other does: Q6_K to Q8_0.
+    assert types("Q4_K", k=64)["lm_head"] == "Q8_0" and types("Q4_K", k=64)["self_attn.q_proj"] == "Q5_0"
+
+
+@pytest.mark.parametrize(
+    "name, role",
+    [
+        ("model.layers.0.self_attn.qkv_proj", "qkv"),
+        ("encoder.layer.0.attention.self.value", "value"),
+        ("encoder.layer.0.attention.output.dense", "output"),
+        ("encoder.layer.0.output.dense", "down"),
+        ("encoder.layer.0.intermediate.dense", ""),
+        ("encoder.block.0.layer.0.SelfAttention.v", "value"),
+        ("decoder.block.0.layer.1.EncDecAttention.o", "output"),
+        ("encoder.block.0.layer.1.DenseReluDense.wo", "down"),
+        ("layers.0.attention.wo", "output"),
+        ("cls.predictions.decoder", "head"),
+        ("lm_head", "head"),
+        ("model.decoder.layers.0.fc2", "down"),
+    ],
+)
+def test_roles_of_layers_by_their_names(name, role):
+    # Of a stack of eight, layer 0 is one of those with more bits.
+    rules = TypeRules("Q5_K", None, [name, name.replace("0", "7")])
+    expected = {"qkv": "Q6_K", "value": "Q6_K", "down": "Q6_K", "head": "Q6_K", "output": "Q5_K", "": "Q5_K"}
+    assert rules.default_type(name).name == expected[role]
+    rules = TypeRules("Q3_K", None, [name])
+    expected = {"head": "Q6_K", "": "Q3_K"}
+    assert rules.default_type(name).name == expected.get(role, "Q4_K")
+
+
+def test_a_rule_that_matches_nothing_is_an_error():
+    model = Model()
+    with pytest.raises(ValueError, match=r"rules: 'bodi\.\*' matches no linear layer.*first, body\.0"):
+        ktlinear.patch(model, rules={"first": "Q4_0", "bodi.*": "Q4_0"})
+    assert type(model.first) is nn.Linear
+    with pytest.raises(ValueError, match="'body.1'"):  # a module, but nothing that could be quantized
+        ktlinear.patch(model, rules={"body.1": None})
+    with pytest.raises(TypeError, match="rules.*list"):
+        ktlinear.patch(model, rules=[("first", "Q4_0")])
+
+
+def test_embeddings_are_quantized_where_a_rule_names_them():
+    model = nn.ModuleDict({"a": nn.Embedding(7, 64, padding_idx=1), "b": nn.Embedding(7, 64), "c": nn.Embedding(3, 32)})
+    model["b"].weight = model["a"].weight
+    expected, indices = model["a"].weight.detach().clone(), torch.tensor([0, 6, 1])
+    report = ktlinear.patch(model, "Q4_0", rules={"b": "Q8_0", "a": "Q8_0"})
+    assert [(r.name, r.after) for r in report.rows] == [("a", "Q8_0"), ("b", "Q8_0")]
+    assert model["a"].qweight is model["b"].qweight and type(model["c"]) is nn.Embedding
+    assert model["a"].padding_idx == 1 and model["b"].padding_idx is None
+    oracle = gguf.dequantize(gguf.quantize(expected.numpy(), gguf.GGMLQuantizationType.Q8_0), 8)
+    for name in ("a", "b"):
+        torch.testing.assert_close(model[name](indices), torch.from_numpy(oracle)[indices], rtol=0, atol=1e-6)
+    again = ktlinear.patch(model, "Q4_0", rules={"*": "Q4_0"})
+    assert [(r.name, r.after) for r in again.rows] == [("a", None), ("b", None), ("c", "Q4_0")]
+    assert "already ktlinear.nn.Embedding, Q8_0" in again.rows[0].note
+    report = ktlinear.patch(nn.ModuleDict({"a": nn.Embedding(7, 64)}), rules={"a": "BF16"})
+    assert report.rows[0].after is None and "quantized types only" in report.rows[0].note
 
 
 def test_originals_are_freed_as_the_work_goes_on(monkeypatch):
@@ -285,7 +396,7 @@ def test_tied_embedding_and_head_become_one_quantized_table():
         ({"weight_type": "F16"}, "tied to embed"),
         ({"rules": {"embed": None}}, "embed.*rule 'embed'"),
         ({"filter_fn": lambda name, module: isinstance(module, nn.Linear)}, "embed.*filter_fn"),
-        ({"rules": {"embed": "Q4_0"}}, "embed Q4_0.*head Q8_0|head Q8_0.*embed Q4_0"),
+        ({"rules": {"embed": "Q4_0", "head": "Q8_0"}}, "embed Q4_0.*head Q8_0|head Q8_0.*embed Q4_0"),
     ],
 )
 def test_tied_weight_is_left_if_either_side_is(arguments, reason):
@@ -295,6 +406,14 @@ def test_tied_weight_is_left_if_either_side_is(arguments, reason):
     assert isinstance(model.inner, Linear)
     assert row(report, "head").after is None
     assert re.search(reason, row(report, "head").note)
+
+
+@pytest.mark.parametrize("name", ["embed", "head"])
+def test_a_rule_for_either_side_of_a_tied_weight_decides_for_both(name):
+    model = Tied()
+    report = ktlinear.patch(model, rules={name: "Q4_0"})
+    assert row(report, "head").after == row(report, "embed").after == "Q4_0" and row(report, "inner").after == "Q8_0"
+    assert model.embed.qweight is model.head.qweight
 
 
 def test_tied_linears_stay_tied():
