@@ -7,11 +7,13 @@
 //   t = fma(sum, dx, -MAGIC * dx) = dx * isum, rounded once;   C = fma(t, s, C)
 // dx is rounded up to 12 significant bits, which makes MAGIC * dx exact.
 //
-// Formats with a scale per 16 elements take each half of a group on its own (four FMAs instead of two).
+// Formats with a scale per 16 elements take each half of a group on its own (four FMAs instead of two), unless the product of code
+// and sub-scale fits a byte: then that is the code (`Folded`), where the tier multiplies all unsigned bytes.
 //
-// Quantized x, for each K slice, for each tile of R rows, for each group: one record of R * 44 bytes (48 with two scales)
-//   | R x 32 int8 q | [scales][R] start | R x fp32 dx | R x fp32 -MAGIC * dx |
-//   start: int32 MAGIC - offset * xsum; for a format with minima fp32 dx * xsum (its sums start at MAGIC)
+// Quantized x, for each K slice, for each tile of R rows, for each group: one record of R * 44 bytes (48 with two starts)
+//   | R x 32 int8 q | [starts][R] start | R x fp32 dx | R x fp32 -MAGIC * dx |
+//   start, one per scale: int32 MAGIC - offset * xsum; for a format with minima, one per minimum: fp32 dx * xsum (its sums start at
+//   MAGIC)
 //
 // Special values: a group with NaN or infinity has dx = NaN, and so has its output; a group whose amax is below 2^-118 (its
 // scale would be subnormal) counts as zero; amax above 2^100 would overflow MAGIC * dx and is refused: the caller goes exact.
@@ -30,12 +32,14 @@ inline constexpr float kMagic = 12582912.f;
 inline constexpr int kPanelVectors = kPanelRows / kLanes;
 
 // What the micro-kernels know of a format. Formats of one kind share them.
-template <bool MINIMUM, int SCALES, class DOT>
+template <int SCALES, int MINIMA, class DOT>
 struct Kind {
-  static constexpr bool kHasMinimum = MINIMUM;
-  static constexpr int kScales = SCALES;                   // per group of 32: 1, or 2 (of 16 elements each)
-  static constexpr int kRowBytes = 32 + 4 * (SCALES + 2);  // of one row of x in one group
-  static constexpr int kSteps = 8 / SCALES;                // between two scales
+  static constexpr int kScales = SCALES,
+                       kMinima = MINIMA;  // per group of 32: 1, or 2 (of 16 elements each); or no minima
+  static constexpr int kStarts = MINIMA ? MINIMA : SCALES;
+  static constexpr int kRowBytes = 32 + 4 * (kStarts + 2);                           // of one row of x in one group
+  static constexpr int kSteps = 8 / SCALES;                                          // between two scales
+  static constexpr int first_minimum(int scale) { return MINIMA * scale / SCALES; }  // minima are added with the scales
   using Dot = DOT;
 };
 // The largest sum of a half or whole group in int16, as tiers without VNNI keep it: two products a lane and step.
@@ -47,7 +51,23 @@ using DotFor =
 template <class D>
 inline constexpr bool kOffsetIsUndone = DotFor<D>::kOffset || D::kOffset == 128;  // what DotWide::weight takes off
 template <class D>
-using KindOf = Kind<D::kHasMinimum, D::kScales, DotFor<D>>;
+constexpr int minima() {
+  if constexpr (requires { D::kMinima; }) return D::kMinima;
+  return D::kHasMinimum ? D::kScales : 0;
+}
+template <class D>
+using KindOf = Kind<D::kScales, minima<D>(), DotFor<D>>;
+
+// The view of a format that the kernels here take.
+template <class D>
+struct IntegerView {
+  using type = D;
+};
+template <class D>
+  requires(DotWide::kOffset && requires { typename D::Folded; })
+struct IntegerView<D> {
+  using type = typename D::Folded;
+};
 
 template <class D>
 KT_INLINE int64_t padded_groups(int64_t k) {
@@ -61,14 +81,14 @@ KT_INLINE int64_t record_offset(int64_t m, int64_t row, int64_t k, int64_t kc) {
 
 template <class K>
 KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int r, int rows, int offset) {
-  constexpr int vectors = 32 / kLanes, per_scale = vectors / K::kScales;
+  constexpr int vectors = 32 / kLanes, per_start = vectors / K::kStarts;
   I32 peak = splat_i32(0);
   KT_UNROLL for (const F32& v : x) peak = max_i32(peak, band(as_i32(v), splat_i32(0x7FFFFFFF)));
   const int32_t amax_bits = max_lane(peak);  // ordered like the magnitudes, NaN above infinity above all others
   const float amax = bits_as<float>(amax_bits);
   int8_t* q = reinterpret_cast<int8_t*>(record) + r * 32;
   float dx = 0;
-  int32_t xsum[K::kScales] = {};
+  int32_t xsum[K::kStarts] = {};
   if (amax_bits >= 0x7F800000) {
     dx = __builtin_nanf("");
     std::memset(q, 0, 32);
@@ -79,9 +99,9 @@ KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int 
   } else {
     dx = bits_as<float>((bits_as<uint32_t>(amax / 127.f) + 0xFFFu) & 0xFFFFF000u);
     const F32 inverse = set1(1.f / dx);
-    KT_UNROLL for (int h = 0; h < K::kScales; h++) {
+    KT_UNROLL for (int h = 0; h < K::kStarts; h++) {
       I32 total = splat_i32(0);
-      KT_UNROLL for (int i = h * per_scale; i < (h + 1) * per_scale; i++) {
+      KT_UNROLL for (int i = h * per_start; i < (h + 1) * per_start; i++) {
         const I32 v = round_i32(mul(x[i], inverse));
         store_i8(q + i * kLanes, v);
         total = add_i32(total, v);
@@ -90,10 +110,10 @@ KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int 
     }
   }
   float* meta = reinterpret_cast<float*>(record + rows * 32) + r;
-  KT_UNROLL for (int h = 0; h < K::kScales; h++)
-    meta[h * rows] = K::kHasMinimum ? dx * static_cast<float>(xsum[h]) : bits_as<float>(kMagicBits - offset * xsum[h]);
-  meta[K::kScales * rows] = dx;
-  meta[(K::kScales + 1) * rows] = -kMagic * dx;
+  KT_UNROLL for (int h = 0; h < K::kStarts; h++)
+    meta[h * rows] = K::kMinima ? dx * static_cast<float>(xsum[h]) : bits_as<float>(kMagicBits - offset * xsum[h]);
+  meta[K::kStarts * rows] = dx;
+  meta[(K::kStarts + 1) * rows] = -kMagic * dx;
   return true;
 }
 
@@ -127,7 +147,7 @@ KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int6
 template <class K>
 KT_INLINE const void* start_of(const float* meta, int i) {
   static constexpr int32_t magic = kMagicBits;
-  return K::kHasMinimum ? static_cast<const void*>(&magic) : meta + i;
+  return K::kMinima ? static_cast<const void*>(&magic) : meta + i;
 }
 
 // ---------------------------------------------------------------- small M: weights decoded in registers
@@ -136,13 +156,15 @@ inline constexpr int kDirectAhead = 2304;  // bytes of software prefetch; a cons
 inline constexpr int kDirectWhole = 1 << 20;  // K slice of a single tile on packed weights: as good as all of it
 inline constexpr int kDirectKC = 512;  // K slice that several tiles of x, or rows packed into scratch, share in L1
 
-// Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums per vector of a panel. Eight
-// streams are no faster at M = 1 on large matrices, and slower on 576 x 576, where a thread has 18 panels in all.
-constexpr int streams(int rows) { return kLanes == 16 ? (rows <= 4 ? 4 : 3) : (rows <= 2 ? 4 : 2); }
+// Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums and R int32 ones per vector of a panel:
+// at most 24 of 32 registers. Eight streams are no faster at M = 1 on large matrices, and slower on 576 x 576, where a thread has
+// 18 panels in all.
+constexpr int streams(int rows) { return rows <= (kLanes == 16 ? 4 : 2) ? 4 : 2; }
+
+inline constexpr int kMaxStreams = 4;
 
 struct DirectTile {
-  const uint8_t* w;  // records of the first panel; the others lie w_stride bytes apart
-  int64_t w_stride;
+  const uint8_t* w[kMaxStreams];  // records of each panel
   int64_t records;
   const uint8_t* x;  // quantized rows
   float* c;          // [panel, c_stride floats apart][row][16]
@@ -163,39 +185,41 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
           f(acc[p][r][v], t.c + p * t.c_stride + r * kPanelRows + v * kLanes);
   };
   each_sum([&](F32& sum, const float* c) KT_ALWAYS_INLINE_LAMBDA { sum = t.accumulate ? load(c) : zero(); });
-  constexpr int lines = D::kRecordBytes / 64;
-  const uint8_t *w = t.w, *x = t.x;
-  const int64_t w_stride = t.w_stride;
-  for (int64_t i = 0; i < t.records; i++, w += D::kRecordBytes) {
+  constexpr int lines = D::kRecordBytes / 64, share = (lines + D::kGroups - 1) / D::kGroups;  // of a group
+  const uint8_t *w[P], *x = t.x;
+  KT_UNROLL for (int p = 0; p < P; p++) w[p] = t.w[p];
+  for (int64_t i = 0; i < t.records * D::kRecordBytes; i += D::kRecordBytes) {
     _Pragma("GCC unroll 2") for (int g = 0; g < D::kGroups; g++, x += R * K::kRowBytes) {
       const float* meta = reinterpret_cast<const float*>(x + R * 32);
-      const float *dx = meta + K::kScales * R, *ndx = dx + R;
+      const float *dx = meta + K::kStarts * R, *ndx = dx + R;
       KT_UNROLL for (int p = 0; p < P; p++) {
-        const uint8_t* rec = w + p * w_stride;
+        const uint8_t* rec = w[p] + i;
         // The lines of a record are shared out over its groups.
         const uint8_t* fetch = rec + kDirectAhead + lines * g / D::kGroups * 64;
-        KT_UNROLL for (int l = 0; l < (lines + D::kGroups - 1) / D::kGroups; l++) prefetch_l1(fetch + l * 64);
         KT_UNROLL for (int v = 0; v < kPanelVectors; v++) {
-          I32 a[K::kScales][R];
-          KT_UNROLL for (int h = 0; h < K::kScales; h++)
-            KT_UNROLL for (int r = 0; r < R; r++) a[h][r] = Dot::begin(start_of<K>(meta, h * R + r));
-          for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
-            const I32 u = Dot::weight(D::template code<S>(rec, g, v));
-            KT_UNROLL for (int r = 0; r < R; r++)
-              a[S / K::kSteps][r] = Dot::one(a[S / K::kSteps][r], u, x + r * 32 + S * 4);
-          });
-          KT_UNROLL for (int h = 0; h < K::kScales; h++) {
-            const F32 scale = D::scale(rec, g, h, v);
+          for_steps<0, K::kScales>([&]<int H>() KT_ALWAYS_INLINE_LAMBDA {
+            I32 a[R];
+            KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::begin(start_of<K>(meta, H * R + r));
+            for_steps<H * K::kSteps, (H + 1) * K::kSteps>([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
+              // Spread over the steps: all at once they would wait for a free line buffer, and the products with them.
+              if (v == 0) {
+                opaque(fetch);
+                for (int l = share * S / 8; l < share * (S + 1) / 8; l++) prefetch_l1(fetch + l * 64);
+              }
+              const I32 u = Dot::weight(D::template code<S>(rec, g, v));
+              KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::one(a[r], u, x + r * 32 + S * 4);
+            });
+            const F32 scale = D::scale(rec, g, H, v);
             KT_UNROLL for (int r = 0; r < R; r++) {
-              const F32 isum = as_f32(Dot::end(a[h][r], start_of<K>(meta, h * R + r)));
+              const F32 isum = as_f32(Dot::end(a[r], start_of<K>(meta, H * R + r)));
               acc[p][r][v] = fma(fma(isum, set1(dx[r]), set1(ndx[r])), scale, acc[p][r][v]);
             }
-            if constexpr (K::kHasMinimum) {
-              const F32 minimum = D::minimum(rec, g, h, v);
+            for_steps<K::first_minimum(H), K::first_minimum(H + 1)>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
+              const F32 minimum = D::minimum(rec, g, I, v);
               KT_UNROLL for (int r = 0; r < R; r++)
-                acc[p][r][v] = fma(minimum, set1(meta[h * R + r]), acc[p][r][v]);
-            }
-          }
+                acc[p][r][v] = fma(minimum, set1(meta[I * R + r]), acc[p][r][v]);
+            });
+          });
         }
       }
     }
@@ -203,10 +227,13 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
   each_sum([&](F32 sum, float* c) KT_ALWAYS_INLINE_LAMBDA { store(c, sum); });
 }
 
-template <class D, int P>
-KT_INLINE void direct_rows(int rows, const DirectTile& t) {
+template <class D>
+KT_INLINE void direct_rows(int rows, int panels, const DirectTile& t) {
   with_rows<min_of(D::kDirectRows, kBlocking.direct_max)>(rows, [&]<int R>() {
-    if constexpr (P <= streams(R)) direct_tile<D, R, P>(t);
+    // Fewer streams than the rows ask for: this tile is the shorter one of two.
+    if constexpr (streams(R) != streams(R + 1) && R < kBlocking.direct_max)
+      if (panels < streams(R)) return direct_tile<D, R, streams(R + 1)>(t);
+    direct_tile<D, R, streams(R)>(t);
   });
 }
 
@@ -221,25 +248,16 @@ KT_INLINE void direct_panels(const Problem& p, const Plan& plan, const uint8_t* 
     t.records = ceil_div(kc, Records<D>::kK);
     t.c_stride = p.m * kPanelRows;
     t.accumulate = k > 0;
-    if (p.packed) {
-      t.w = records.packed(panel * kPanelRows, k);
-      t.w_stride = run * records.panel_stride();
-    } else {
-      t.w = scratch;
-      t.w_stride = t.records * D::kRecordBytes;
-      for (int i = 0; i < count; i++) records.get((panel + i * run) * kPanelRows, k, kc, scratch + i * t.w_stride);
-    }
+    // Streams without a panel read the last one again; their sums are not stored.
+    for (int i = 0; i < plan.block_panels; i++)
+      t.w[i] = i < count ? records.get((panel + i * run) * kPanelRows, k, kc, scratch + i * t.records * D::kRecordBytes)
+                         : t.w[i - 1];
     for (int i = 0; i < plan.tiles; i++) {
       const int64_t row = tile_begin(p.m, plan.tiles, i);
       const int rows = static_cast<int>(tile_begin(p.m, plan.tiles, i + 1) - row);
       t.x = x + record_offset<D>(p.m, row, k, kc);
       t.c = c + row * kPanelRows;
-      if (count == 1)
-        direct_rows<D, 1>(rows, t);
-      else if (count == streams(1))
-        direct_rows<D, streams(1)>(rows, t);
-      else
-        direct_rows<D, streams(8)>(rows, t);
+      direct_rows<D>(rows, plan.block_panels, t);
     }
   }
   for (int i = 0; i < count; i++) {
@@ -249,22 +267,22 @@ KT_INLINE void direct_panels(const Problem& p, const Plan& plan, const uint8_t* 
   }
 }
 
-// Panels [begin, end): stream i walks the i-th part, each a contiguous run.
+// Panels [begin, end): stream i walks the i-th part, each a contiguous run; then the remainder.
 template <class D>
 KT_INLINE void direct(const Problem& p, const Plan& plan, const uint8_t* x, void* scratch, int64_t begin, int64_t end) {
   float* c = static_cast<float*>(scratch);
   uint8_t* packed = reinterpret_cast<uint8_t*>(c + int64_t{plan.block_panels} * p.m * kPanelRows);
-  const int64_t run = (end - begin) / plan.block_panels;
+  const int64_t run = (end - begin) / plan.block_panels, rest = (end - begin) % plan.block_panels;
   for (int64_t i = 0; i < run; i++) direct_panels<D>(p, plan, x, c, packed, begin + i, run, plan.block_panels);
-  for (int64_t i = begin + run * plan.block_panels; i < end; i++) direct_panels<D>(p, plan, x, c, packed, i, 1, 1);
+  if (rest > 0) direct_panels<D>(p, plan, x, c, packed, end - rest, 1, static_cast<int>(rest));
 }
 
 // ---------------------------------------------------------------- large M: int8 panels
 
-// Panel, one record per group: | 8 steps x PV vectors of codes | for each scale: PV vectors of scales, PV of minima if there are any |
+// Panel, one record per group: | 8 steps x PV vectors of codes | for each scale: PV vectors | for each minimum: PV vectors |
 inline constexpr int kIntPanels = kBlocking.int_panels, kPV = kIntPanels * kPanelVectors, kPanelStep = kPV * kLanes * 4;
 template <class K>
-inline constexpr int kGroupBytes = (8 + K::kScales * (1 + K::kHasMinimum)) * kPanelStep;
+inline constexpr int kGroupBytes = (8 + K::kScales + K::kMinima) * kPanelStep;
 
 // C[R][kIntPanels * 16] (+)= R rows of x by the panel. Per group and vector of sums: 8 products, 2 FMAs (3 with minima):
 // ceiling 80 % (73 %) of the product's peak where it shares its ports with the FMA.
@@ -287,33 +305,36 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
   for (int64_t g = 0; g < groups; g++, w += kGroupBytes<K>, x += R * K::kRowBytes) {
     fetch.step<32>();
     const float* meta = reinterpret_cast<const float*>(x + R * 32);
-    const float *dx = meta + K::kScales * R, *ndx = dx + R;
-    KT_UNROLL for (int h = 0; h < K::kScales; h++) {
+    const float *dx = meta + K::kStarts * R, *ndx = dx + R;
+    for_steps<0, K::kScales>([&]<int H>() KT_ALWAYS_INLINE_LAMBDA {
       I32 a[R][kPV];
       KT_UNROLL for (int r = 0; r < R; r++) {
-        a[r][0] = Dot::begin(start_of<K>(meta, h * R + r));
+        a[r][0] = Dot::begin(start_of<K>(meta, H * R + r));
         KT_UNROLL for (int v = 1; v < kPV; v++) a[r][v] = a[r][0];
       }
-      KT_UNROLL for (int s = h * K::kSteps; s < (h + 1) * K::kSteps; s++) {
+      KT_UNROLL for (int s = H * K::kSteps; s < (H + 1) * K::kSteps; s++) {
         I32 u[kPV];
         KT_UNROLL for (int v = 0; v < kPV; v++) u[v] = load_i(w + s * kPanelStep + v * kLanes * 4);
         KT_UNROLL for (int r = 0; r < R; r++) Dot::row(a[r], u, x + r * 32 + s * 4);
       }
-      const float* scales = reinterpret_cast<const float*>(w + (8 + h * (1 + K::kHasMinimum)) * kPanelStep);
+      const float* scales = reinterpret_cast<const float*>(w + (8 + H) * kPanelStep);
+      const float* minima = reinterpret_cast<const float*>(w + (8 + K::kScales) * kPanelStep);
       F32 scale[kPV];
       KT_UNROLL for (int v = 0; v < kPV; v++) scale[v] = load(scales + v * kLanes);
       each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA {
-        const F32 isum = as_f32(Dot::end(a[r][v], start_of<K>(meta, h * R + r)));
+        const F32 isum = as_f32(Dot::end(a[r][v], start_of<K>(meta, H * R + r)));
         const F32 t = fma(isum, set1(dx[r]), set1(ndx[r]));
         F32 sum = fma(t, scale[v], kBlocking.c_in_registers ? acc[r][v] : load(p));
-        if constexpr (K::kHasMinimum) sum = fma(load(scales + width + v * kLanes), set1(meta[h * R + r]), sum);
+        for_steps<K::first_minimum(H), K::first_minimum(H + 1)>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
+          sum = fma(load(minima + I * width + v * kLanes), set1(meta[I * R + r]), sum);
+        });
         if constexpr (kBlocking.c_in_registers)
           acc[r][v] = sum;
         else
           store(p, sum);
       });
       if constexpr (!kBlocking.c_in_registers) asm volatile("" ::: "memory");  // or C lives on the stack as well
-    }
+    });
   }
   if constexpr (kBlocking.c_in_registers)
     each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, accumulate ? add(acc[r][v], load(p)) : acc[r][v]); });
@@ -322,7 +343,8 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
 template <class D>
 struct KernelInt8 {
   using K = KindOf<D>;
-  static constexpr int kWidth = kIntPanels * kPanelRows, kTileRows = kBlocking.int_mr;
+  // Formats with two scales have more constants to hold: a row less of sums.
+  static constexpr int kWidth = kIntPanels * kPanelRows, kTileRows = kBlocking.int_mr - (kLanes == 16 && K::kStarts == 2);
   static constexpr int64_t panel_bytes(int64_t kc) {
     // K slice's panel, and room for its records where plain rows are packed first
     return padded_groups<D>(kc) * kGroupBytes<K> + ceil_div(kc, Records<D>::kK) * D::kRecordBytes;
@@ -357,14 +379,12 @@ struct KernelInt8 {
  private:
   KT_INLINE static void decode(const uint8_t* record, int group, uint8_t* out) {
     KT_UNROLL for (int v = 0; v < kPanelVectors; v++, out += kLanes * 4) {
-      for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
-        store_i(out + S * kPanelStep, K::Dot::weight(D::template code<S>(record, group, v)));
-      });
-      KT_UNROLL for (int h = 0; h < K::kScales; h++) {
-        float* scales = reinterpret_cast<float*>(out + (8 + h * (1 + K::kHasMinimum)) * kPanelStep);
-        store(scales, D::scale(record, group, h, v));
-        if constexpr (K::kHasMinimum) store(scales + kPV * kLanes, D::minimum(record, group, h, v));
-      }
+      I32 code[8];  // all of them before the first store, which might change the record for all that the compiler knows
+      for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA { code[S] = K::Dot::weight(D::template code<S>(record, group, v)); });
+      KT_UNROLL for (int s = 0; s < 8; s++) store_i(out + s * kPanelStep, code[s]);
+      float* scales = reinterpret_cast<float*>(out + 8 * kPanelStep);
+      KT_UNROLL for (int h = 0; h < K::kScales; h++, scales += kPV * kLanes) store(scales, D::scale(record, group, h, v));
+      KT_UNROLL for (int m = 0; m < K::kMinima; m++, scales += kPV * kLanes) store(scales, D::minimum(record, group, m, v));
     }
   }
 };
@@ -376,8 +396,7 @@ KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
     plan.path = kDirect;
     plan.tiles = static_cast<int>(ceil_div(p.m, D::kDirectRows));
     plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? min_of<int64_t>(p.k, kDirectWhole) : min_of<int64_t>(kDirectKC, p.k));
-    // Plain rows are sixteen streams already.
-    plan.block_panels = p.packed ? streams(static_cast<int>(ceil_div(p.m, plan.tiles))) : 1;
+    plan.block_panels = streams(static_cast<int>(ceil_div(p.m, plan.tiles)));
     plan.prepare_units = plan.tiles;
     plan.compute_units = panel_count(p.n);
     const int64_t slice_bytes = p.packed ? 0 : ceil_div(plan.kc, kK) * D::kRecordBytes;

@@ -62,7 +62,7 @@ static Plan mixmul_plan(const Problem& p, int threads) {
   Plan plan{};
 #ifdef KT_HAS_DOT
   if (!p.exact) {
-    with_decoder(p.w_type, [&]<class D>() { plan_int8<D>(plan, p, threads); });
+    with_decoder(p.w_type, [&]<class D>() { plan_int8<typename IntegerView<D>::type>(plan, p, threads); });
     return plan;
   }
 #endif
@@ -73,8 +73,9 @@ static Plan mixmul_plan(const Problem& p, int threads) {
 static bool mixmul_prepare(const Problem& p, const Plan& plan, void* activations, int64_t begin, int64_t end) {
 #ifdef KT_HAS_DOT
   if (plan.path != kExact)
-    return with_decoder(
-        p.w_type, [&]<class D>() { return quantize_x<D>(p, plan, static_cast<uint8_t*>(activations), begin, end); });
+    return with_decoder(p.w_type, [&]<class D>() {
+      return quantize_x<typename IntegerView<D>::type>(p, plan, static_cast<uint8_t*>(activations), begin, end);
+    });
 #endif
   pack_x_f32(p, plan, static_cast<float*>(activations), begin, end);
   return true;
@@ -83,8 +84,10 @@ static void mixmul_compute(const Problem& p, const Plan& plan, const void* activ
                            int64_t end) {
   with_decoder(p.w_type, [&]<class D>() {
 #ifdef KT_HAS_DOT
-    if (plan.path == kDirect) return direct<D>(p, plan, static_cast<const uint8_t*>(activations), scratch, begin, end);
-    if (plan.path == kInt8) return gemm(p, plan, KernelInt8<D>{p, plan, {p}}, activations, scratch, begin, end);
+    using View = typename IntegerView<D>::type;
+    if (plan.path == kDirect)
+      return direct<View>(p, plan, static_cast<const uint8_t*>(activations), scratch, begin, end);
+    if (plan.path == kInt8) return gemm(p, plan, KernelInt8<View>{p, plan, {p}}, activations, scratch, begin, end);
 #endif
     gemm(p, plan, KernelF32<DecodedRows<D>>{plan, {{p}}, p.n}, activations, scratch, begin, end);
   });

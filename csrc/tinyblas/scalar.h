@@ -33,17 +33,13 @@ KT_INLINE T load_as(const void* p) {
   return t;
 }
 
-// f.template operator()<S>() for the eight steps of a group, S a constant.
-template <class F>
+// f.template operator()<S>() for S = BEGIN .. END - 1, by default the eight steps of a group.
+template <int BEGIN = 0, int END = 8, class F>
 KT_INLINE void for_steps(F f) {
-  f.template operator()<0>();
-  f.template operator()<1>();
-  f.template operator()<2>();
-  f.template operator()<3>();
-  f.template operator()<4>();
-  f.template operator()<5>();
-  f.template operator()<6>();
-  f.template operator()<7>();
+  if constexpr (BEGIN < END) {
+    f.template operator()<BEGIN>();
+    for_steps<BEGIN + 1, END>(f);
+  }
 }
 
 // No subnormal fp32 takes part, so the result does not depend on the caller's flush-to-zero mode.
@@ -103,6 +99,8 @@ KT_INLINE void with_rows(int rows, F f) {
   }
 }
 
+// Keeps what follows, and depends on p, from being moved before what precedes.
+KT_INLINE void opaque(const uint8_t*& p) { asm volatile("" : "+r"(p)); }
 KT_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 KT_INLINE void prefetch_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 KT_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }

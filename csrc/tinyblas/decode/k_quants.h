@@ -71,7 +71,7 @@ KT_INLINE void get_groups(const uint8_t* pieces, int stride, uint8_t* out) {
 template <class Block>
 struct SuperBlock {
   static constexpr bool kHasMinimum = requires(Block b) { b.dmin; };
-  static constexpr int kBlock = 256, kBlockBytes = sizeof(Block), kGroups = 8, kDirectRows = 4;
+  static constexpr int kBlock = 256, kBlockBytes = sizeof(Block), kGroups = 8, kDirectRows = 8;
   static constexpr int kSubScales = 64, kCodes = kSubScales + 256;  // after 16 d and 16 -dmin, or 16 d
 
   KT_INLINE static F32 d(const uint8_t* record, int v) { return load_halves(record, v); }
@@ -294,6 +294,7 @@ struct Q6_K : SignedScales<BlockQ6_K> {
 };
 
 struct Q3_K : SignedScales<BlockQ3_K> {
+  struct Folded;
   static constexpr int kOffset = 4, kMaxCode = 7, kGroupBytes = 192, kRecordBytes = kCodes + 8 * kGroupBytes;
 
   template <int S>
@@ -365,6 +366,7 @@ struct Q3_K : SignedScales<BlockQ3_K> {
 
 // Sixteen sub-blocks of 16, four bits each for scale and minimum; w = d * sc * q - dmin * m.
 struct Q2_K : SuperBlock<BlockQ2_K> {
+  struct Folded;
   static constexpr int kOffset = 0, kMaxCode = 3, kScales = 2, kGroupBytes = 128,
                        kRecordBytes = kCodes + 8 * kGroupBytes;
 
@@ -431,6 +433,33 @@ struct Q2_K : SuperBlock<BlockQ2_K> {
     }
     std::memcpy(p, &b, sizeof b);
   }
+};
+
+// Sub-scale times code as the code, and d the only scale: two codes a 16-bit product, without a carry between them.
+KT_INLINE I32 twice(I32 v) {  // the low 16 bits of each lane in both its halves
+  alignas(16) static constexpr uint8_t order[16] = {0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13};
+  return lookup16(v, table16(order));
+}
+// (q - 4) * sc + 124 lies in 0..252 for sc in -32..31. As sums of 16 bits, q * sc + (124 - 4 * sc) * 257 are two of them.
+struct Q3_K::Folded : Q3_K {
+  static constexpr int kOffset = 124, kMaxCode = 252, kScales = 1;
+  template <int S>
+  KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
+    const I32 sc = twice(load_s8(sub_scales(record, group * 2 + S / 4) + v * kLanes));
+    const I32 start = add_i16(splat_i8(124), mul_low_16(sc, splat_i32(-1028 * 0x10000 | (-1028 & 0xFFFF))));
+    return add_i16(mul_low_16(Q3_K::code<S>(record, group, v), sc), start);
+  }
+  KT_INLINE static F32 scale(const uint8_t* record, int, int, int v) { return d(record, v); }
+};
+// q * sc is at most 45.
+struct Q2_K::Folded : Q2_K {
+  static constexpr int kMaxCode = 45, kScales = 1, kMinima = 2;
+  template <int S>
+  KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
+    const I32 sc = band(load_u8(sub_scales(record, group * 2 + S / 4) + v * kLanes), splat_i32(15));
+    return mul_low_16(Q2_K::code<S>(record, group, v), twice(sc));
+  }
+  KT_INLINE static F32 scale(const uint8_t* record, int, int, int v) { return d(record, v); }
 };
 
 }  // namespace ktlinear::tinyblas::KT_TIER

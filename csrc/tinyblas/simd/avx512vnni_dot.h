@@ -23,7 +23,7 @@ struct Dot {
   KT_INLINE static I32 end(I32 acc, const void*) { return acc; }
   // The signed operand may be broadcast from memory: one micro-fused uop a product.
   KT_INLINE static I32 one(I32 acc, I32 w, const void* x) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*static_cast<const int32_t*>(x)));
+    asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*static_cast<const int32_t*>(x)));
     return acc;
   }
   // One block of assembly, so that the broadcast stays next to its uses: GCC moves separate intrinsics apart and spills.

@@ -12,7 +12,7 @@
 //   load_i, splat_i8, splat_i32, band, bor, bxor, to_f32, byte<j> (byte j of each 32-bit lane)
 //   shift_right_16<N>, shift_left_16<N>   of 16-bit units, zeros coming in
 //   shift_right_32<N>(v), shift_right_32(v, n)   of 32-bit ones
-//   sub_i8                         of bytes, wrapping
+//   sub_i8, add_i16                of bytes, of 16-bit units, wrapping
 //   mul_low_16, mul_high_u16       of 16-bit units: the product's low half; the high half of the unsigned product
 //   table16(t), lookup16(table, i) a table of 16 bytes, looked up with bytes below 16
 //   load_u8, load_s8               kLanes bytes, widened to 32-bit lanes
@@ -104,6 +104,9 @@ KT_INLINE I32 shift_right_32(I32 v) {  // logical
 }
 KT_INLINE I32 shift_right_32(I32 v, int n) { return reinterpret_cast<I32>(reinterpret_cast<U32>(v) >> n); }
 KT_INLINE I32 sub_i8(I32 a, I32 b) { return reinterpret_cast<I32>(reinterpret_cast<U8>(a) - reinterpret_cast<U8>(b)); }
+KT_INLINE I32 add_i16(I32 a, I32 b) {
+  return reinterpret_cast<I32>(reinterpret_cast<U16>(a) + reinterpret_cast<U16>(b));
+}
 KT_INLINE I32 mul_low_16(I32 a, I32 b) {
   return reinterpret_cast<I32>(reinterpret_cast<U16>(a) * reinterpret_cast<U16>(b));
 }
