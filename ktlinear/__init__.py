@@ -13,6 +13,7 @@ from typing import Any
 
 from . import nn, ops
 from ._loader import available_isas, exact, isa, use_isa
+from .checkpoint import load_quantized
 from .ops import WeightType
 from .patch import patch, unpatch
 
@@ -21,7 +22,19 @@ try:
 except PackageNotFoundError:  # imported from a source tree that was built in place
     __version__ = "0+unknown"
 
-__all__ = ["WeightType", "available_isas", "exact", "isa", "nn", "ops", "patch", "unpatch", "use_isa", "__version__"]
+__all__ = [
+    "WeightType",
+    "available_isas",
+    "exact",
+    "isa",
+    "load_quantized",
+    "nn",
+    "ops",
+    "patch",
+    "unpatch",
+    "use_isa",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

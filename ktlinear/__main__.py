@@ -1,14 +1,18 @@
-"""``python -m ktlinear info``: what was built, what this CPU can run, and what is in use."""
+"""``python -m ktlinear info | quantize``: this machine and what was built for it; a model's safetensors, quantized."""
 
 from __future__ import annotations
 
 import argparse
 import platform
+import signal
+import sys
+from typing import Any
 
 import torch
 
 import ktlinear
 from ktlinear import _cpu, _loader
+from ktlinear.quantize import quantize_checkpoint
 
 
 def info() -> str:
@@ -35,13 +39,70 @@ def info() -> str:
     return "\n".join(f"{label:<{width}}{value}" for label, value in rows)
 
 
+def rule(text: str) -> tuple[str, str | None]:
+    """Parse PATTERN=TYPE."""
+    pattern, equals, kind = text.rpartition("=")
+    if not equals or not pattern:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATTERN=TYPE, as in '*.down_proj=Q6_K' or 'lm_head=none'")
+    return pattern, None if kind.lower() == "none" else kind
+
+
+def quantize(arguments: argparse.Namespace) -> None:
+    """Run the command; any failure ends the process with a message and without a result."""
+    try:
+        report = quantize_checkpoint(
+            arguments.source,
+            arguments.target,
+            arguments.type,
+            rules=dict(arguments.rule),
+            imatrix=arguments.imatrix,
+        )
+    except KeyboardInterrupt:
+        sys.exit(f"python -m ktlinear quantize: interrupted; there is no {arguments.target}")
+    except (ImportError, OSError, ValueError) as error:
+        sys.exit(f"python -m ktlinear quantize: {error}")
+    print(report)
+    print(f"written to {arguments.target}")
+
+
+def stop(number: int, frame: Any) -> None:
+    """End as after Ctrl-C, which cleans up."""
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ktlinear", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, tiers, CPU features and threads")
-    parser.parse_args()
-    print(info())
+    command = commands.add_parser(
+        "quantize",
+        help="quantize a safetensors model",
+        description="Quantize a safetensors model into a new one of the same names, and report bits per weight and "
+        "error of each tensor. ktlinear.load_quantized(model, OUT) and, for a folder, transformers' from_pretrained "
+        "load it.",
+    )
+    command.add_argument("source", metavar="IN", help="a safetensors file, or a folder of the Hugging Face layout")
+    command.add_argument("target", metavar="OUT", help="a file or folder that does not exist yet")
+    command.add_argument(
+        "--type", default="Q4_K", help="of the linear layers (default: %(default)s, mixed as llama.cpp's Q4_K_M)"
+    )
+    command.add_argument(
+        "--rule",
+        type=rule,
+        action="append",
+        default=[],
+        metavar="PATTERN=TYPE",
+        help="another type, or none, for modules of that name, as in '*.down_proj=Q6_K' or 'lm_head=none'; the first "
+        "rule that matches decides, and '*=Q4_K' puts everything in one type",
+    )
+    command.add_argument("--imatrix", metavar="FILE", help="an importance matrix of llama.cpp, GGUF or imatrix.dat")
+    arguments = parser.parse_args()
+    if arguments.command == "info":
+        print(info())
+    else:
+        quantize(arguments)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop)
     main()

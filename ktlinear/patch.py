@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,18 +74,23 @@ class PatchReport:
         ]
         before, after = (sum(getattr(r, name) for r in self.rows) / 1e6 for name in ("bytes_before", "bytes_after"))
         total = f"{len(self.changed)} changed, {len(self.left)} left"
-        table.append(("total", "", "", f"{before:.2f}", f"{after:.2f}", total))
-        widths = [max(len(row[column]) for row in [header, *table]) for column in range(len(header))]
-        numbers = (3, 4)
-        lines = [
-            "  ".join(
-                cell.rjust(width) if column in numbers else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in [header, *table]
-        ]
-        rule = "-" * max(len(line) for line in lines)
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+        return format_table(header, table, ("total", "", "", f"{before:.2f}", f"{after:.2f}", total), numbers=(3, 4))
+
+
+def format_table(
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tuple[str, ...], numbers: tuple[int, ...]
+) -> str:
+    """Lines of cells of equal width, with rules below the header and above the total; `numbers` are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, total, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [header, *rows, total]
+    ]
+    rule = "-" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 
 def patch(
@@ -139,9 +144,7 @@ def patch(
             if plan.weight_type is None:
                 report.rows += [_left(name, module, plan.note) for name, module in plan.members]
                 continue
-            report.rows += _convert(plan, places)
-            if len(plan.members) > 1 and plan.weight_type not in FLOAT_DTYPES:
-                _rename_tied_keys(model, {name for name, _ in plan.members}, "weight", "qweight")
+            report.rows += _convert(model, plan, places)
             plan.members.clear()  # or the originals would stay in memory until all are done
             bar.update(plan.nbytes)
     return report
@@ -220,16 +223,22 @@ def _plans(
     return [_plan(group, types, filter_fn, cpu) for group in _weight_groups(model, types)]
 
 
+def _holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
+    """For the id of each parameter the modules that hold it: (module's name, module, parameter's name)."""
+    holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for name, module in model.named_modules():
+        for parameter_name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append((name, module, parameter_name))
+    return holders
+
+
 def _weight_groups(model: nn.Module, types: TypeRules) -> list[list[tuple[str, nn.Module, str]]]:
     """The linear layers of `model`, and the embeddings that a rule names, with whatever shares their weights.
 
     Each is a list of (module's name, module, parameter's name).
     """
-    holders: dict[int, list[tuple[str, nn.Module, str]]] = {}  # of each parameter
-    for name, module in model.named_modules():
-        for parameter_name, parameter in module._parameters.items():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append((name, module, parameter_name))
+    holders = _holders(model)
     groups: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) or (isinstance(module, nn.Embedding) and types.pattern(name) is not None):
@@ -374,27 +383,49 @@ def _rename_tied_keys(model: nn.Module, modules: set[str], old: str, new: str) -
             setattr(model, attribute, {renamed(target): renamed(source) for target, source in keys.items()})
 
 
-def _convert(plan: _Plan, places: dict[nn.Module, list[tuple[nn.Module, str]]]) -> list[PatchRow]:
+def _convert(
+    model: nn.Module,
+    plan: _Plan,
+    places: dict[nn.Module, list[tuple[nn.Module, str]]],
+    rows: torch.Tensor | None = None,
+    packed: bool = True,
+) -> list[PatchRow]:
+    """Swap the members of `plan`. Their weight becomes `rows` if given (GGUF rows), else it is quantized."""
     assert plan.weight_type is not None
-    rows = []
-    new: Linear | Embedding
+    report = []
     first: Linear | Embedding | None = None
     first_name = ""
     for name, module in plan.members:
-        before = _dtype_name(module.weight)
+        before = _type_name(module)
         if first is None:
-            if isinstance(module, nn.Linear):
-                new = first = Linear.from_linear(module, plan.weight_type)
-            else:
-                new = first = Embedding.from_embedding(module, plan.weight_type)
+            new = first = _quantized(module, plan.weight_type, rows, packed)
             first_name, note, sizes = name, plan.note, (plan.nbytes, first._stored().nbytes)
         else:
             new = _tied(module, first)
             note, sizes = f"tied to {first_name}", (0, 0)
         _carry_attributes(module, new)
         _replace(places.pop(module), new)
-        rows.append(PatchRow(name, before, plan.weight_type.name, note, *sizes))
-    return rows
+        report.append(PatchRow(name, before, plan.weight_type.name, note, *sizes))
+    if len(plan.members) > 1 and plan.weight_type not in FLOAT_DTYPES:
+        _rename_tied_keys(model, {name for name, _ in plan.members}, "weight", "qweight")
+    return report
+
+
+def _quantized(
+    module: _Layer, weight_type: WeightType, rows: torch.Tensor | None, packed: bool = True
+) -> Linear | Embedding:
+    """The replacement of `module`, with its own weight in `weight_type` or with `rows` of that type."""
+    new: Linear | Embedding
+    if rows is None:
+        if isinstance(module, nn.Linear):
+            return Linear.from_linear(module, weight_type, packed)
+        return Embedding.from_embedding(module, weight_type, packed)
+    k, dtype = module.weight.shape[1], module.weight.dtype
+    if isinstance(module, nn.Linear):
+        new = Linear.from_rows(rows, k, weight_type, module.bias, dtype, packed)
+    else:
+        new = Embedding.from_rows(rows, k, weight_type, module.padding_idx, dtype, packed)
+    return new.train(module.training)
 
 
 def _tied(module: _Layer, other: Linear | Embedding) -> Linear | Embedding:
