@@ -16,10 +16,18 @@ KT_INLINE void store_float(void* p, Type t, int64_t i, F32 v) {
   t == Type::F16 ? store_f16(h, v) : store_bf16(h, v);
 }
 
+// Element (row, col) of x and of y. Rows of x are gathered, and those of y scattered, where they are read and written anyway.
+KT_INLINE int64_t x_index(const Problem& p, int64_t row, int64_t col) {
+  return (p.x_rows ? p.x_rows[row] : row) * p.ldx + col;
+}
+KT_INLINE int64_t y_index(const Problem& p, int64_t row, int64_t col) {
+  return (p.y_rows ? p.y_rows[row] : row) * p.ldy + col;
+}
+
 // y[row][col .. col + count) = c[0 .. count) + bias. WIDTH: the usual count, for which the loop unrolls; others take the tail loop.
 template <int WIDTH>
 KT_INLINE void store_outputs(const Problem& p, int64_t row, int64_t col, const float* c, int64_t count) {
-  const int64_t y = row * p.ldy + col;
+  const int64_t y = y_index(p, row, col);
   auto vector = [&](int64_t i) KT_ALWAYS_INLINE_LAMBDA {
     F32 v = load(c + i);
     if (p.bias) v = add(v, load_float(p.bias, p.bias_type, col + i));
@@ -44,7 +52,7 @@ template <int WIDTH>
 KT_INLINE void prefetch_outputs(const Problem& p, int64_t row, int64_t rows, int64_t col) {
   const int64_t bytes = element_bytes(p.y_type);
   for (int64_t r = 0; r < rows; r++) {
-    const char* y = static_cast<const char*>(p.y) + ((row + r) * p.ldy + col) * bytes;
+    const char* y = static_cast<const char*>(p.y) + y_index(p, row + r, col) * bytes;
     for (int64_t b = 0; b < WIDTH * bytes; b += 64) prefetch_write(y + b);
   }
 }

@@ -86,14 +86,14 @@ KT_INLINE void pack_x_f32(const Problem& p, const Plan& plan, float* out, int64_
         KT_UNROLL for (int r0 = 0; r0 < kMR; r0 += kLanes) {
           F32 v[kLanes];
           KT_UNROLL for (int r = 0; r < kLanes; r++)
-            v[r] = r0 + r < rows ? load_float(p.x, p.x_type, (row + r0 + r) * p.ldx + k0 + k) : zero();
+            v[r] = r0 + r < rows ? load_float(p.x, p.x_type, x_index(p, row + r0 + r, k0 + k)) : zero();
           transpose(v);
           constexpr int width = kMR < kLanes ? kMR : kLanes;
           KT_UNROLL for (int i = 0; i < kLanes; i++) store_n(o + (k + i) * kMR + r0, v[i], min_of(width, kMR - r0));
         }
       }
       for (; k < kc; k++)
-        for (int r = 0; r < rows; r++) o[k * kMR + r] = load_element(p.x, p.x_type, (row + r) * p.ldx + k0 + k);
+        for (int r = 0; r < rows; r++) o[k * kMR + r] = load_element(p.x, p.x_type, x_index(p, row + r, k0 + k));
     }
   }
 }

@@ -130,7 +130,7 @@ KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int6
       const int64_t kc = min_of<int64_t>(plan.kc, p.k - k0), groups = padded_groups<D>(kc);
       uint8_t* o = out + record_offset<D>(p.m, row, k0, kc);
       for (int r = 0; r < rows; r++) {
-        const int64_t x = (row + r) * p.ldx + k0;
+        const int64_t x = x_index(p, row + r, k0);
         for (int64_t g = 0; g < groups; g++) {
           F32 v[32 / kLanes];
           KT_UNROLL for (int i = 0; i < 32 / kLanes; i++)

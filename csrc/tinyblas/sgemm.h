@@ -176,10 +176,10 @@ static bool sgemm_prepare(const Problem& p, const Plan& plan, void* activations,
   for (int64_t m = begin; m < end; m++) {
     float* o = out + m * padded(p.k);
     int64_t k = 0;
-    for (; k + kLanes <= p.k; k += kLanes) store(o + k, load_float(p.x, p.x_type, m * p.ldx + k));
+    for (; k + kLanes <= p.k; k += kLanes) store(o + k, load_float(p.x, p.x_type, x_index(p, m, k)));
     if (k < p.k) {
       store(o + k, zero());
-      for (; k < p.k; k++) o[k] = load_element(p.x, p.x_type, m * p.ldx + k);
+      for (; k < p.k; k++) o[k] = load_element(p.x, p.x_type, x_index(p, m, k));
     }
   }
   return true;

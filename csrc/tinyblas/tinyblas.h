@@ -24,6 +24,7 @@ struct Problem {
   int64_t m, n, k;
   const void* x;  // [m][ldx], ldx in elements, F32 / F16 / BF16
   int64_t ldx;
+  const int64_t* x_rows;  // [m]: which row of x row i reads, or nullptr: row i
   Type x_type;
   const void* w;  // packed: panels, one after another; else rows, ldw bytes apart
   int64_t ldw;
@@ -33,6 +34,7 @@ struct Problem {
   Type bias_type;
   void* y;  // [m][ldy], ldy in elements
   int64_t ldy;
+  const int64_t* y_rows;  // [m]: which row of y row i is written to, or nullptr: row i
   Type y_type;
   bool exact;  // quantized weights only: decode to fp32, leave x as it is
 };
