@@ -39,6 +39,24 @@ int64_t View::rows() const {
   return count;
 }
 
+bool View::one_row_step(int64_t* step) const {
+  if (last() > 1 && strides[dim - 1] != 1) return false;
+  *step = last();
+  bool first = true;
+  int64_t expected = 0;
+  for (int64_t i = dim - 2; i >= 0; --i) {
+    if (sizes[i] == 1) continue;
+    if (first) {
+      *step = strides[i];
+      first = false;
+    } else if (strides[i] != expected) {
+      return false;
+    }
+    expected = strides[i] * sizes[i];
+  }
+  return true;
+}
+
 std::string View::shape() const {
   std::string text = "[";
   for (int64_t i = 0; i < dim; ++i) {
@@ -119,10 +137,16 @@ const FormatInfo& packed_format(const char* op, int64_t weight_type) {
   fail(op, "weight_type is ", weight_type, "; expected one that has a packed layout: ", known_types(true));
 }
 
-Rows rows(const char* op, const View& weight, std::optional<int64_t> weight_type) {
+namespace {
+
+int64_t element_size(const View& weight, const Rows& r) {
+  return weight.dtype == dtype_uint8() ? 1 : r.format->block_bytes;
+}
+
+// The format and K of a weight's rows.
+Rows row_format(const char* op, const View& weight, std::optional<int64_t> weight_type) {
   if (weight.dim < 1) fail(op, "weight has no dimensions; expected rows in its last dimension");
   Rows r{};
-  int64_t element = 1;
   if (weight.dtype == dtype_uint8()) {
     if (!weight_type)
       fail(op, "weight is uint8 and weight_type is None; expected the type of its GGUF rows: ", known_types(false));
@@ -140,37 +164,96 @@ Rows rows(const char* op, const View& weight, std::optional<int64_t> weight_type
       fail(op, "weight has dtype ", dtype_name(weight.dtype), " and weight_type is ", format(op, *weight_type).name,
            "; expected uint8 rows of that type, or a float weight without weight_type");
     r.format = tinyblas::find_format(static_cast<int64_t>(*type));
-    element = r.format->block_bytes;
     r.k = weight.last();
-  }
-  r.n = weight.rows();
-
-  // Used in place if the rows lie `ldw` bytes apart, each contiguous, and floats are aligned (GGUF blocks need not be).
-  const int64_t alignment = tinyblas::is_float(r.format->type) ? r.format->block_bytes : 1;
-  const bool one_stride = weight.dim == 2 && (weight.last() <= 1 || weight.strides[1] == 1);
-  const int64_t ldw = one_stride ? weight.strides[0] * element : weight.last() * element;
-  if ((one_stride || is_contiguous(weight)) && ldw % alignment == 0 &&
-      reinterpret_cast<uintptr_t>(weight.data) % static_cast<uintptr_t>(alignment) == 0) {
-    r.data = weight.data;
-    r.ldw = ldw;
-  } else {
-    r.copy = contiguous_copy(weight);
-    r.data = data(r.copy);
-    r.ldw = weight.last() * element;
   }
   return r;
 }
 
-void check_packed(const char* op, const View& weight, const FormatInfo& f, int64_t n, int64_t k) {
+// Uses `matrix`'s rows in place if they lie `ldw` bytes apart, each contiguous, and floats are aligned (GGUF blocks need
+// not be). False otherwise.
+bool use_in_place(Rows& r, const View& matrix) {
+  const int64_t alignment = tinyblas::is_float(r.format->type) ? r.format->block_bytes : 1;
+  if (!matrix.one_row_step(&r.ldw)) return false;
+  r.ldw *= element_size(matrix, r);
+  r.data = matrix.data;
+  return r.ldw % alignment == 0 && r.expert_stride % alignment == 0 &&
+         reinterpret_cast<uintptr_t>(r.data) % static_cast<uintptr_t>(alignment) == 0;
+}
+
+void use_copy(Rows& r, const View& weight) {
+  r.copy = contiguous_copy(weight);
+  r.data = data(r.copy);
+  r.ldw = weight.last() * element_size(weight, r);
+}
+
+}  // namespace
+
+Rows rows(const char* op, const View& weight, std::optional<int64_t> weight_type) {
+  Rows r = row_format(op, weight, weight_type);
+  r.n = weight.rows();
+  if (!use_in_place(r, weight)) use_copy(r, weight);
+  return r;
+}
+
+Rows expert_rows(const char* op, const View& weight, std::optional<int64_t> weight_type) {
+  if (weight.dim != 3)
+    fail(op, "weight has shape ", weight.shape(), "; expected three dimensions, [experts, out_features, in_features]");
+  Rows r = row_format(op, weight, weight_type);
+  View expert = weight;
+  --expert.dim, ++expert.sizes, ++expert.strides;
+  r.n = expert.rows();
+  r.expert_stride = weight.strides[0] * element_size(weight, r);
+  if (!use_in_place(r, expert)) {
+    use_copy(r, weight);
+    r.expert_stride = r.n * r.ldw;
+  }
+  return r;
+}
+
+void check_in_features(const char* op, const View& input, const View& weight, const Rows& r, const char* prefix) {
+  if (r.k == input.last()) return;
+  if (input.last() % r.format->block != 0)
+    fail(op, "input has shape ", input.shape(), "; its last dimension, in_features, has to be a multiple of ",
+         r.format->block, " for weight_type ", r.format->name);
+  fail(op, "weight has shape ", weight.shape(), "; expected [", prefix, "N, ",
+       weight.dtype == dtype_uint8() ? tinyblas::row_bytes(*r.format, input.last()) : input.last(),
+       "] to match input's last dimension, ", input.last());
+}
+
+void check_packed_input(const char* op, const View& input, int64_t k) {
+  if (input.last() != k) fail(op, "input has shape ", input.shape(), "; its last dimension is to be in_features, ", k);
+}
+
+void check_packed(const char* op, const View& weight, const FormatInfo& f, int64_t n, int64_t k, int64_t leading) {
   if (n < 0 || k < 0) fail(op, "the packed weight's size was given as [", n, ", ", k, "]; expected no negative number");
   if (k % f.block != 0)
     fail(op, "in_features is ", k, "; expected a multiple of ", f.block, " for weight_type ", f.name);
   if (weight.dtype != dtype_uint8())
     fail(op, "weight has dtype ", dtype_name(weight.dtype), "; expected uint8 panels made by kt::pack");
   const int64_t panels = tinyblas::panel_count(n), bytes = tinyblas::panel_bytes(f, k);
-  if (weight.dim != 2 || weight.sizes[0] != panels || weight.sizes[1] != bytes)
-    fail(op, "weight has shape ", weight.shape(), "; expected [", panels, ", ", bytes, "]: panels of a packed ", f.name,
-         " matrix [", n, ", ", k, "]");
+  if (weight.dim != leading + 2 || weight.sizes[leading] != panels || weight.last() != bytes)
+    fail(op, "weight has shape ", weight.shape(), "; expected [", leading != 0 ? "..., " : "", panels, ", ", bytes,
+         "]: panels of a packed ", f.name, " matrix [", n, ", ", k, "]");
+}
+
+Indices::Indices(const char* op, const char* argument, const Handle& tensor)
+    : op_(op), argument_(argument), view_(ops::view(op, argument, tensor.get())), count_(1) {
+  wide_ = view_.dtype == aoti_torch_dtype_int64();
+  if (!wide_ && view_.dtype != aoti_torch_dtype_int32())
+    fail(op, argument, " has dtype ", dtype_name(view_.dtype), "; expected int64 or int32");
+  values_ = contiguous_data(view_, copy_);
+  for (int64_t d = 0; d < view_.dim; ++d) count_ *= view_.sizes[d];
+}
+
+void Indices::check_below(int64_t n, const char* what) const {
+  for (int64_t at = 0; at < count_; ++at) {
+    const int64_t index = (*this)[at];
+    if (index >= 0 && index < n) continue;
+    std::ostringstream text;
+    text << "kt::" << op_ << ": " << argument_ << " holds " << index << "; expected 0 <= index < " << n << " (" << what
+         << " of weight)";
+    throw std::out_of_range(text.str());
+  }
 }
 
 Handle empty(int64_t dim, const int64_t* sizes, int32_t dtype) {

@@ -58,6 +58,8 @@ struct View {
 
   int64_t last() const { return sizes[dim - 1]; }
   int64_t rows() const;  // product of all dimensions but the last
+  // Whether row i, counted over all dimensions but the last, is contiguous and starts at i * *step elements.
+  bool one_row_step(int64_t* step) const;
   std::string shape() const;
 };
 
@@ -83,13 +85,22 @@ struct Rows {
   int64_t ldw;  // bytes
   int64_t n, k;
   const tinyblas::FormatInfo* format;
-  Handle copy;  // holds the data where the tensor given could not be used in place
+  int64_t expert_stride;  // bytes from one expert's n rows to the next one's; 0 where there are no experts
+  Handle copy;            // holds the data where the tensor given could not be used in place
 };
-// weight [..., K] of a float dtype, or uint8 [..., row_bytes] with weight_type.
+// weight [..., K] of a float dtype, or uint8 [..., row_bytes] with weight_type: all its rows.
 Rows rows(const char* op, const View& weight, std::optional<int64_t> weight_type);
+// The same with one more dimension in front, [E, N, K]: the N rows of each expert.
+Rows expert_rows(const char* op, const View& weight, std::optional<int64_t> weight_type);
+// input [..., K] against a weight's K; [prefix]N, K is the shape that the error asks for.
+void check_in_features(const char* op, const View& input, const View& weight, const Rows& rows,
+                       const char* prefix = "");
 
-// Checks a packed weight's shape against uint8 [panels, panel_bytes].
-void check_packed(const char* op, const View& weight, const tinyblas::FormatInfo& format, int64_t n, int64_t k);
+// The panels of a packed weight alone do not say it: padded to whole records, K = 32 and K = 64 have the same bytes.
+void check_packed_input(const char* op, const View& input, int64_t k);
+// Checks a packed weight's shape against uint8 [..., panels, panel_bytes], with `leading` dimensions in front.
+void check_packed(const char* op, const View& weight, const tinyblas::FormatInfo& format, int64_t n, int64_t k,
+                  int64_t leading = 0);
 
 constexpr int kMaxDims = 64;  // as many as PyTorch's own iterators take
 
@@ -100,6 +111,27 @@ Handle contiguous_copy(const View& source);
 void* data(const Handle& tensor);
 // The data of a contiguous tensor, copied only if it is not contiguous or not aligned yet.
 const void* contiguous_data(const View& source, Handle& copy, int64_t alignment = 1);
+
+// int64 or int32 indices of any shape.
+class Indices {
+ public:
+  Indices(const char* op, const char* argument, const Handle& tensor);
+  const View& view() const { return view_; }
+  int64_t count() const { return count_; }
+  int64_t operator[](int64_t at) const {
+    return wide_ ? static_cast<const int64_t*>(values_)[at] : static_cast<const int32_t*>(values_)[at];
+  }
+  // An index outside [0, n) is an IndexError in Python, as F.embedding raises. what: n's meaning.
+  void check_below(int64_t n, const char* what) const;
+
+ private:
+  const char *op_, *argument_;
+  View view_;
+  Handle copy_;
+  const void* values_;
+  bool wide_;
+  int64_t count_;
+};
 
 // A cache line: PyTorch allocates so, and so do we; a view into another tensor or a mapped file may begin elsewhere.
 constexpr int64_t kPackedAlignment = 64;
@@ -113,7 +145,8 @@ inline StableIValue result(Handle tensor) { return torch::stable::detail::from(t
 
 // The operators, boxed: they take their arguments from the stack and leave the result there.
 using Boxed = void(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
-Boxed linear, linear_packed, pack, pack_out, unpack, quantize, dequantize, embedding, embedding_packed;
+Boxed linear, linear_packed, linear_experts, linear_experts_packed, pack, pack_out, unpack, quantize, dequantize,
+    embedding, embedding_packed;
 Boxed set_exact, isa, available_isas, use_isa, limit;
 
 }  // namespace ktlinear::ops

@@ -1,4 +1,6 @@
 // Rows of a table by index, plain or packed.
+#include <algorithm>
+
 #include "common.h"
 #include "decode.h"
 #include "workspace.h"
@@ -14,31 +16,18 @@ namespace {
 // Calls decode(row, out) for every index, in parallel; all indices are checked before anything is read.
 template <class Decode>
 Handle gather(const char* op, const Handle& indices, int64_t n, int64_t k, int32_t dtype, const Decode& decode) {
-  const View i = view(op, "indices", indices.get());
-  const bool wide = i.dtype == aoti_torch_dtype_int64();
-  if (!wide && i.dtype != aoti_torch_dtype_int32())
-    fail(op, "indices has dtype ", dtype_name(i.dtype), "; expected int64 or int32");
+  const Indices index(op, "indices", indices);
+  const View& i = index.view();
   if (i.dim + 1 > kMaxDims) fail(op, "indices has ", i.dim, " dimensions; expected at most ", kMaxDims - 1);
-  Handle copy;
-  const void* values = contiguous_data(i, copy);
-  const auto index = [&](int64_t at) -> int64_t {
-    return wide ? static_cast<const int64_t*>(values)[at] : static_cast<const int32_t*>(values)[at];
-  };
-  int64_t count = 1, sizes[kMaxDims];
-  for (int64_t d = 0; d < i.dim; ++d) count *= sizes[d] = i.sizes[d];
+  index.check_below(n, "rows");
+  int64_t sizes[kMaxDims];
+  std::copy_n(i.sizes, i.dim, sizes);
   sizes[i.dim] = k;
-  for (int64_t at = 0; at < count; ++at) {
-    if (index(at) < 0 || index(at) >= n) {
-      std::ostringstream text;  // an IndexError in Python, as F.embedding raises
-      text << "kt::" << op << ": indices holds " << index(at) << "; expected 0 <= index < " << n << " (rows of weight)";
-      throw std::out_of_range(text.str());
-    }
-  }
   Handle out = empty(i.dim + 1, sizes, dtype);
   char* to = static_cast<char*>(data(out));
   const int64_t row_size = k * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
-  split_bytes(count, row_size, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; ++at) decode(index(at), to + at * row_size);
+  split_bytes(index.count(), row_size, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) decode(index[at], to + at * row_size);
   });
   return out;
 }

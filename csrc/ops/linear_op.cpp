@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "common.h"
-#include "dispatch.h"
+#include "multiply.h"
 #include "workspace.h"
 
 namespace ktlinear::ops {
@@ -16,23 +16,11 @@ using tinyblas::Type;
 
 namespace {
 
-// Rows of x per pass over the weights: bounds the activation workspace. Larger chunks gain nothing, since a pass over W
-// is paid for by 512 rows already.
-constexpr int64_t kChunkRows = 512;
-// A parallel region costs some microseconds: with no more multiplications (M * N * K) than these one thread is done sooner.
-// Quantized weights are a quarter of the bytes.
-constexpr int64_t kSerialFloat = int64_t{1} << 17, kSerialQuantized = int64_t{1} << 18;
-// Quantizing fewer activations than this (M * K) takes less than a parallel region.
-constexpr int64_t kSerialPrepare = int64_t{1} << 14;
-
-int element_size(Type float_type) { return float_type == Type::F32 ? 4 : 2; }
-
 void multiply_chunk(const Kernels& kernels, const Problem& problem, int threads) {
   const Plan plan = kernels.plan(problem, threads);
   Lease activations(activation_buffer(), plan.activation_bytes);
   std::atomic<bool> fits{true};
-  const int prepare_threads = problem.m * problem.k > kSerialPrepare ? threads : 1;
-  split(plan.prepare_units, prepare_threads, false, [&](int64_t begin, int64_t end) {
+  split(plan.prepare_units, prepare_threads(problem.m * problem.k, threads), false, [&](int64_t begin, int64_t end) {
     if (!kernels.prepare(problem, plan, activations.data(), begin, end)) fits = false;
   });
   if (!fits) {
@@ -64,13 +52,9 @@ void fill_with_bias(const Problem& p) {
 void multiply(const Problem& whole) {
   if (whole.m == 0 || whole.n == 0) return;
   if (whole.k == 0) return fill_with_bias(whole);
-  const bool is_float = tinyblas::is_float(whole.w_type);
-  const Kernels& kernels = *(is_float ? tier().sgemm : tier().mixmul);
-  const int64_t serial = is_float ? kSerialFloat : kSerialQuantized;
-  const int threads = whole.m * whole.n * whole.k <= serial ? 1 : pool_threads();
-  // Chunks of equal height, so that M = 513 is not 512 rows and then a whole pass over W for a single one.
-  const int64_t chunks = tinyblas::ceil_div(whole.m, kChunkRows);
-  const int64_t height = tinyblas::ceil_div(tinyblas::ceil_div(whole.m, chunks), 16) * 16;
+  const Kernels& kernels = kernels_for(whole.w_type);
+  const int threads = compute_threads(whole.w_type, whole.m * whole.n * whole.k);
+  const int64_t height = chunk_rows(whole.m);
   for (int64_t begin = 0; begin < whole.m; begin += height) {
     Problem chunk = whole;
     chunk.m = std::min(height, whole.m - begin);
@@ -78,25 +62,6 @@ void multiply(const Problem& whole) {
     chunk.y = static_cast<char*>(whole.y) + begin * whole.ldy * element_size(whole.y_type);
     multiply_chunk(kernels, chunk, threads);
   }
-}
-
-// Whether row i of x, counted over all leading dimensions, starts at i * *ldx.
-bool one_leading_stride(const View& x, int64_t* ldx) {
-  if (x.last() > 1 && x.strides[x.dim - 1] != 1) return false;
-  *ldx = x.last();
-  bool first = true;
-  int64_t expected = 0;
-  for (int64_t i = x.dim - 2; i >= 0; --i) {
-    if (x.sizes[i] == 1) continue;
-    if (first) {
-      *ldx = x.strides[i];
-      first = false;
-    } else if (x.strides[i] != expected) {
-      return false;
-    }
-    expected = x.strides[i] * x.sizes[i];
-  }
-  return true;
 }
 
 // Everything but the weight: checks input and bias against N and K, makes the output, multiplies.
@@ -107,7 +72,7 @@ Handle multiply(const char* op, const View& x, const Handle& bias, Problem& p) {
 
   Handle x_copy, bias_copy;
   p.x = x.data;
-  if (!one_leading_stride(x, &p.ldx)) {
+  if (!x.one_row_step(&p.ldx)) {
     p.x = contiguous_data(x, x_copy);
     p.ldx = p.k;
   }
@@ -143,14 +108,7 @@ void linear(StableIValue* stack, uint64_t, uint64_t) {
   const View w = view(op, "weight", weight.get());
   if (w.dim != 2) fail(op, "weight has shape ", w.shape(), "; expected two dimensions, [out_features, in_features]");
   const Rows r = rows(op, w, weight_type);
-  if (r.k != x.last()) {
-    if (x.last() % r.format->block != 0)
-      fail(op, "input has shape ", x.shape(), "; its last dimension, in_features, has to be a multiple of ",
-           r.format->block, " for weight_type ", r.format->name);
-    fail(op, "weight has shape ", w.shape(), "; expected [N, ",
-         w.dtype == dtype_uint8() ? tinyblas::row_bytes(*r.format, x.last()) : x.last(),
-         "] to match input's last dimension, ", x.last());
-  }
+  check_in_features(op, x, w, r);
   Problem p{};
   p.n = r.n;
   p.k = r.k;
@@ -169,8 +127,7 @@ void linear_packed(StableIValue* stack, uint64_t, uint64_t) {
 
   const View x = input_view(op, input);
   const View w = view(op, "weight", weight.get());
-  // The panels alone do not say it: padded to whole records, K = 32 and K = 64 have the same bytes.
-  if (x.last() != k) fail(op, "input has shape ", x.shape(), "; its last dimension is to be in_features, ", k);
+  check_packed_input(op, x, k);
   check_packed(op, w, f, n, k);
   Problem p{};
   p.n = n;
