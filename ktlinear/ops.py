@@ -5,7 +5,9 @@ The operators themselves are C++ (``torch.ops.kt``):
 ========================================================================== ========================================
 ``kt::linear(input, weight, bias=None, weight_type=None)``                  [..., K] -> [..., N], with gradients
 ``kt::linear_packed(input, weight, bias, out_features, in_features, weight_type)``
-``kt::_linear``, ``kt::_linear_packed``                                     both without gradients, cheaper to call
+``kt::linear_experts(input, weight, expert_ids, weight_type=None)``         [T, K] or [T, top_k, K] -> [T, top_k, N]
+``kt::linear_experts_packed(input, weight, expert_ids, out_features, in_features, weight_type)``
+``kt::_linear``, ``kt::_linear_packed``, ``kt::_linear_experts`` ...        these without gradients, cheaper to call
 ``kt::pack(weight, weight_type)``                                           GGUF rows -> panels
 ``kt::unpack(weight, out_features, in_features, weight_type)``              panels -> GGUF rows
 ``kt::quantize(weight, weight_type, importance=None)``                      floats -> GGUF rows
@@ -15,13 +17,15 @@ The operators themselves are C++ (``torch.ops.kt``):
 ========================================================================== ========================================
 
 ``weight_type`` is the GGML id (a `WeightType` passes as one). Float weights are fp32, fp16 or bf16 [N, K]; quantized
-ones uint8 [N, row_bytes], rows of blocks as in a GGUF file. A bad argument is a RuntimeError that names it; a bad index
+ones uint8 [N, row_bytes], rows of blocks as in a GGUF file; experts' weights, ``pack`` and ``unpack`` have or take one
+more dimension in front. A bad argument is a RuntimeError that names it; a bad index
 is an IndexError.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -191,6 +195,10 @@ _linear = torch.ops.kt._linear.default
 _linear_with_autograd = torch.ops.kt.linear.default
 _linear_packed = torch.ops.kt._linear_packed.default
 _linear_packed_with_autograd = torch.ops.kt.linear_packed.default
+_linear_experts = torch.ops.kt._linear_experts.default
+_linear_experts_with_autograd = torch.ops.kt.linear_experts.default
+_linear_experts_packed = torch.ops.kt._linear_experts_packed.default
+_linear_experts_packed_with_autograd = torch.ops.kt.linear_experts_packed.default
 _is_autocast_enabled = torch.is_autocast_enabled
 _any_autocast = torch._C._is_any_autocast_enabled  # a third of the time, since it parses no device's name
 _is_grad_enabled = torch.is_grad_enabled
@@ -260,6 +268,48 @@ def linear_stored(
     return op(input, weight, bias, out_features, in_features, weight_type)
 
 
+def linear_experts(
+    input: Tensor,
+    weight: Tensor,
+    expert_ids: Tensor,
+    weight_type: WeightType | str | int | None = None,
+    packed_shape: tuple[int, int] | None = None,
+) -> Tensor:
+    """y[t, j] = input[t] @ weight[expert_ids[t, j]].T: each token through the experts chosen for it.
+
+    Tokens are grouped by expert, so that the weights of each expert in use are read once (once per 512 of its tokens).
+
+    Args:
+        input: [T, K], or [T, top_k, K] with an input for each choice, fp32, fp16 or bf16. Under
+            ``torch.autocast("cpu")`` it is cast to the autocast dtype.
+        weight: of E experts: [E, N, K] fp32, fp16 or bf16; uint8 [E, N, row_bytes] of `weight_type`; or, with
+            `packed_shape`, uint8 [E, panels, panel_bytes], what ``kt::pack`` makes of the latter. Experts may lie
+            apart, and so may rows that are not packed: slices are not copied.
+        expert_ids: [T, top_k], int64 or int32, each 0 <= id < E. An expert may be chosen twice.
+        weight_type: the type of the rows or panels of a uint8 weight.
+        packed_shape: (N, K) of packed experts.
+
+    Returns:
+        [T, top_k, N] in the (cast) input's dtype. Gradients flow to the input, and to a float weight.
+
+    Raises:
+        IndexError: an id is out of range; nothing has been computed.
+        RuntimeError: an argument's shape, dtype, layout or device does not fit; the message names it.
+        ValueError: there is no such `weight_type`.
+        NotImplementedError: forward-mode differentiation.
+    """
+    kind = None if weight_type is None else int(_as_weight_type(weight_type))
+    if _is_autocast_enabled("cpu") and input.dtype in _FLOAT_DTYPES:
+        input = input.to(torch.get_autocast_dtype("cpu"))
+    if _forward_ad._current_level >= 0:
+        _refuse_tangents(input=input, weight=weight)
+    with_autograd = _is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+    if packed_shape is None:
+        return (_linear_experts_with_autograd if with_autograd else _linear_experts)(input, weight, expert_ids, kind)
+    op = _linear_experts_packed_with_autograd if with_autograd else _linear_experts_packed
+    return op(input, weight, expert_ids, *packed_shape, kind)
+
+
 def _refuse_tangents(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and _forward_ad.unpack_dual(tensor).tangent is not None:
@@ -297,11 +347,23 @@ def _in_features(weight: Tensor, weight_type: int | None) -> int:
     return weight.shape[-1] // f.block_bytes * f.block
 
 
-def _check_input_and_bias(op: str, input: Tensor, bias: Tensor | None, out_features: int) -> None:
+def _check_input(op: str, input: Tensor, weight: Tensor, in_features: Any) -> None:
     accepted = "expected float32, float16 or bfloat16"
-    _check(input.dim() >= 1, f"kt::{op}: input has no dimensions; expected [..., in_features]")
     _check(input.dtype in _FLOAT_DTYPES, f"kt::{op}: input has dtype {input.dtype}; {accepted}")
+    _check(
+        input.shape[-1] == in_features,
+        f"kt::{op}: weight has shape {list(weight.shape)} and input {list(input.shape)}; "
+        f"its last dimension is to be in_features, {in_features}",
+    )
+
+
+def _check_linear_arguments(
+    op: str, input: Tensor, weight: Tensor, in_features: Any, bias: Tensor | None, out_features: Any
+) -> None:
+    _check(input.dim() >= 1, f"kt::{op}: input has no dimensions; expected [..., in_features]")
+    _check_input(op, input, weight, in_features)
     if bias is not None:
+        accepted = "expected float32, float16 or bfloat16"
         _check(bias.dtype in _FLOAT_DTYPES, f"kt::{op}: bias has dtype {bias.dtype}; {accepted}")
         _check(bias.dim() == 1, f"kt::{op}: bias has shape {list(bias.shape)}; expected one dimension")
         _check(
@@ -310,18 +372,51 @@ def _check_input_and_bias(op: str, input: Tensor, bias: Tensor | None, out_featu
         )
 
 
-def _fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, weight_type: int | None = None) -> Tensor:
-    _check_devices("linear", input=input, weight=weight, bias=bias)
-    _check(weight.dim() == 2, f"kt::linear: weight has shape {list(weight.shape)}; expected two dimensions, [N, K]")
+def _check_experts_arguments(op: str, input: Tensor, weight: Tensor, in_features: Any, expert_ids: Tensor) -> None:
+    _check(
+        input.dim() in (2, 3),
+        f"kt::{op}: input has shape {list(input.shape)}; expected [T, in_features] or [T, top_k, in_features]",
+    )
+    _check_input(op, input, weight, in_features)
+    _check(
+        expert_ids.dtype in (torch.int64, torch.int32),
+        f"kt::{op}: expert_ids has dtype {expert_ids.dtype}; expected int64 or int32",
+    )
+    message = f"kt::{op}: expert_ids has shape {list(expert_ids.shape)}, input {list(input.shape)}; expected [T, top_k]"
+    _check(expert_ids.dim() == 2, message)
+    for dim in range(input.dim() - 1):
+        _check(expert_ids.shape[dim] == input.shape[dim], message)
+
+
+def _check_weight(op: str, weight: Tensor, dims: int, weight_type: int | None) -> Any:
+    """Return in_features of plain rows or floats, of `dims` dimensions."""
+    shape = "[N, K]" if dims == 2 else "[E, N, K]"
+    _check(
+        weight.dim() == dims, f"kt::{op}: weight has shape {list(weight.shape)}; expected {dims} dimensions, {shape}"
+    )
     _check(
         weight.dtype == torch.uint8 or weight.dtype in _FLOAT_DTYPES,
-        f"kt::linear: weight has dtype {weight.dtype}; expected float32, float16, bfloat16, or uint8 with weight_type",
+        f"kt::{op}: weight has dtype {weight.dtype}; expected float32, float16, bfloat16, or uint8 with weight_type",
     )
-    _check_input_and_bias("linear", input, bias, weight.shape[0])
+    return _in_features(weight, weight_type)
+
+
+def _check_panels(op: str, weight: Tensor, dims: int, out_features: int, in_features: int, weight_type: int) -> None:
+    t, f = _packed_geometry(weight_type)
+    _check(in_features % f.block == 0, f"kt::{op}: in_features is {in_features}; {t.name} has {f.block} a block")
+    _check(weight.dtype == torch.uint8, f"kt::{op}: weight has dtype {weight.dtype}; expected uint8 panels")
+    _check(weight.dim() == dims, f"kt::{op}: weight has shape {list(weight.shape)}; expected {dims} dimensions")
+    panels, bytes_each = packed_shape(t, out_features, in_features)
     _check(
-        _in_features(weight, weight_type) == input.shape[-1],
-        f"kt::linear: weight has shape {list(weight.shape)}; it does not match input's last one, {input.shape[-1]}",
+        weight.shape[-2] == panels and weight.shape[-1] == bytes_each,
+        f"kt::{op}: weight has shape {list(weight.shape)}; expected [{'..., ' * (dims - 2)}{panels}, {bytes_each}]",
     )
+
+
+def _fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, weight_type: int | None = None) -> Tensor:
+    _check_devices("linear", input=input, weight=weight, bias=bias)
+    in_features = _check_weight("linear", weight, 2, weight_type)
+    _check_linear_arguments("linear", input, weight, in_features, bias, weight.shape[0])
     return input.new_empty([*input.shape[:-1], weight.shape[0]])
 
 
@@ -329,38 +424,41 @@ def _fake_linear_packed(
     input: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, in_features: int, weight_type: int
 ) -> Tensor:
     _check_devices("linear_packed", input=input, weight=weight, bias=bias)
-    _check_input_and_bias("linear_packed", input, bias, out_features)
-    t, f = _packed_geometry(weight_type)
-    _check(
-        in_features % f.block == 0, f"kt::linear_packed: in_features is {in_features}; {t.name} has {f.block} a block"
-    )
-    _check(weight.dtype == torch.uint8, f"kt::linear_packed: weight has dtype {weight.dtype}; expected uint8 panels")
-    _check(weight.dim() == 2, f"kt::linear_packed: weight has shape {list(weight.shape)}; expected two dimensions")
-    panels, bytes_each = packed_shape(t, out_features, in_features)
-    _check(
-        weight.shape[0] == panels and weight.shape[1] == bytes_each,
-        f"kt::linear_packed: weight has shape {list(weight.shape)}; expected [{panels}, {bytes_each}]",
-    )
-    _check(
-        input.shape[-1] == in_features,
-        f"kt::linear_packed: input has shape {list(input.shape)}; "
-        f"its last dimension is to be in_features, {in_features}",
-    )
+    _check_panels("linear_packed", weight, 2, out_features, in_features, weight_type)
+    _check_linear_arguments("linear_packed", input, weight, in_features, bias, out_features)
     return input.new_empty([*input.shape[:-1], out_features])
+
+
+def _fake_linear_experts(input: Tensor, weight: Tensor, expert_ids: Tensor, weight_type: int | None = None) -> Tensor:
+    _check_devices("linear_experts", input=input, weight=weight, expert_ids=expert_ids)
+    in_features = _check_weight("linear_experts", weight, 3, weight_type)
+    _check_experts_arguments("linear_experts", input, weight, in_features, expert_ids)
+    return input.new_empty([*expert_ids.shape, weight.shape[1]])
+
+
+def _fake_linear_experts_packed(
+    input: Tensor, weight: Tensor, expert_ids: Tensor, out_features: int, in_features: int, weight_type: int
+) -> Tensor:
+    _check_devices("linear_experts_packed", input=input, weight=weight, expert_ids=expert_ids)
+    _check_panels("linear_experts_packed", weight, 3, out_features, in_features, weight_type)
+    _check_experts_arguments("linear_experts_packed", input, weight, in_features, expert_ids)
+    return input.new_empty([*expert_ids.shape, out_features])
 
 
 def _register_fakes() -> None:
     fake = torch.library.register_fake
-    for name in ("linear", "_linear"):
-        fake(f"kt::{name}")(_fake_linear)
-    for name in ("linear_packed", "_linear_packed"):
-        fake(f"kt::{name}")(_fake_linear_packed)
+    for prefix in ("", "_"):
+        fake(f"kt::{prefix}linear")(_fake_linear)
+        fake(f"kt::{prefix}linear_packed")(_fake_linear_packed)
+        fake(f"kt::{prefix}linear_experts")(_fake_linear_experts)
+        fake(f"kt::{prefix}linear_experts_packed")(_fake_linear_experts_packed)
 
     @fake("kt::pack")
     def _(weight: Tensor, weight_type: int) -> Tensor:
         _, f = _packed_geometry(weight_type)
         records = (_in_features(weight, weight_type) + f.packed_k - 1) // f.packed_k
-        return weight.new_empty([(weight.shape[0] + PANEL_ROWS - 1) // PANEL_ROWS, records * f.packed_bytes])
+        panels = (weight.shape[-2] + PANEL_ROWS - 1) // PANEL_ROWS
+        return weight.new_empty([*weight.shape[:-2], panels, records * f.packed_bytes])
 
     @fake("kt::_pack_out")
     def _(out: Tensor, weight: Tensor, weight_type: int) -> None:
@@ -369,7 +467,7 @@ def _register_fakes() -> None:
     @fake("kt::unpack")
     def _(weight: Tensor, out_features: int, in_features: int, weight_type: int) -> Tensor:
         f = FORMATS[_as_weight_type(weight_type)]
-        return weight.new_empty([out_features, in_features // f.block * f.block_bytes])
+        return weight.new_empty([*weight.shape[:-2], out_features, in_features // f.block * f.block_bytes])
 
     @fake("kt::quantize")
     def _(weight: Tensor, weight_type: int, importance: Tensor | None = None) -> Tensor:
@@ -447,6 +545,87 @@ def _linear_packed_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     return (*_gradients(ctx, grad, floats), None, None, None)
 
 
+# Of experts: the gradient of each choice [T, top_k, K], then the sum over a token's choices if they had one input; and
+# dW of each expert from its tokens. Which tokens these are depends on the values of expert_ids, hence operators.
+
+
+def _choices_of(expert_ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Each expert in use with the indices of its choices, counted over [T, top_k]."""
+    flat = expert_ids.flatten()
+    for expert in flat.unique().tolist():
+        yield expert, (flat == expert).nonzero().squeeze(1)
+
+
+@torch.library.custom_op("kt::_experts_input_gradient", mutates_args=())
+def _experts_input_gradient(
+    grad: Tensor,
+    weight: Tensor,
+    expert_ids: Tensor,
+    in_features: int,
+    weight_type: int | None,
+    packed: bool,
+) -> Tensor:
+    result = grad.new_empty([*expert_ids.shape, in_features])
+    rows, out_features = result.flatten(0, 1), grad.shape[-1]
+    for expert, indices in _choices_of(expert_ids):
+        matrix = weight[expert]
+        if packed:
+            matrix = torch.ops.kt.unpack(matrix, out_features, in_features, weight_type)
+        rows[indices] = grad.flatten(0, 1)[indices] @ _float_weight(matrix, weight_type, grad.dtype)
+    return result
+
+
+@_experts_input_gradient.register_fake
+def _(
+    grad: Tensor, weight: Tensor, expert_ids: Tensor, in_features: int, weight_type: int | None, packed: bool
+) -> Tensor:
+    return grad.new_empty([*expert_ids.shape, in_features])
+
+
+@torch.library.custom_op("kt::_experts_weight_gradient", mutates_args=())
+def _experts_weight_gradient(
+    grad: Tensor, input: Tensor, expert_ids: Tensor, experts: int, dtype: torch.dtype
+) -> Tensor:
+    result = grad.new_zeros([experts, grad.shape[-1], input.shape[-1]], dtype=dtype)
+    for expert, indices in _choices_of(expert_ids):
+        x = input.flatten(0, 1)[indices] if input.dim() == 3 else input[indices // expert_ids.shape[1]]
+        wide = torch.promote_types(grad.dtype, dtype)
+        result[expert] = torch.mm(grad.flatten(0, 1)[indices].to(wide).t(), x.to(wide)).to(dtype)
+    return result
+
+
+@_experts_weight_gradient.register_fake
+def _(grad: Tensor, input: Tensor, expert_ids: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+    return grad.new_empty([experts, grad.shape[-1], input.shape[-1]], dtype=dtype)
+
+
+def _save_experts_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, expert_ids, *rest = inputs
+    needs_input, needs_weight, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None, expert_ids)
+    ctx.input_shape, ctx.experts, ctx.weight_dtype = input.shape, weight.shape[0], weight.dtype
+    ctx.rest = rest  # weight_type, or out_features, in_features, weight_type of packed ones
+
+
+def _linear_experts_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight, expert_ids = ctx.saved_tensors
+    grad_input = grad_weight = None
+    if weight is not None:
+        in_features, packed = ctx.input_shape[-1], len(ctx.rest) > 1
+        weight_type = ctx.rest[-1] if ctx.rest else None
+        grad_input = _experts_input_gradient(grad, weight, expert_ids, in_features, weight_type, packed)
+        if len(ctx.input_shape) == 2:
+            grad_input = grad_input.sum(dim=1)
+    if input is not None:
+        grad_weight = _experts_weight_gradient(grad, input, expert_ids, ctx.experts, ctx.weight_dtype)
+    return (grad_input, grad_weight, None, *(None for _ in ctx.rest))
+
+
 _register_fakes()
-torch.library.register_autograd("kt::linear", _linear_backward, setup_context=_save_for_backward)
-torch.library.register_autograd("kt::linear_packed", _linear_packed_backward, setup_context=_save_for_backward)
+for _name, _setup, _backward in (
+    ("linear", _save_for_backward, _linear_backward),
+    ("linear_packed", _save_for_backward, _linear_packed_backward),
+    ("linear_experts", _save_experts_for_backward, _linear_experts_backward),
+    ("linear_experts_packed", _save_experts_for_backward, _linear_experts_backward),
+):
+    torch.library.register_autograd(f"kt::{_name}", _backward, setup_context=_setup)

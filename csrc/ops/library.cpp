@@ -11,6 +11,10 @@ void register_kernels(StableLibrary& m) {
   m.impl("_linear", &linear);
   m.impl("linear_packed", &linear_packed);
   m.impl("_linear_packed", &linear_packed);
+  m.impl("linear_experts", &linear_experts);
+  m.impl("_linear_experts", &linear_experts);
+  m.impl("linear_experts_packed", &linear_experts_packed);
+  m.impl("_linear_experts_packed", &linear_experts_packed);
   m.impl("pack", &pack);
   m.impl("_pack_out", &pack_out);
   m.impl("unpack", &unpack);
@@ -33,6 +37,12 @@ STABLE_TORCH_LIBRARY(kt, m) {
   m.def(
       "_linear_packed(Tensor input, Tensor weight, Tensor? bias, int out_features, int in_features, int weight_type) "
       "-> Tensor");
+  for (const std::string name : {"linear_experts", "_linear_experts"}) {
+    m.def((name + "(Tensor input, Tensor weight, Tensor expert_ids, int? weight_type=None) -> Tensor").c_str());
+    m.def((name + "_packed(Tensor input, Tensor weight, Tensor expert_ids, int out_features, int in_features, "
+                  "int weight_type) -> Tensor")
+              .c_str());
+  }
   m.def("pack(Tensor weight, int weight_type) -> Tensor");
   m.def("_pack_out(Tensor(a!) out, Tensor weight, int weight_type) -> ()");
   m.def("unpack(Tensor weight, int out_features, int in_features, int weight_type) -> Tensor");
