@@ -4,7 +4,7 @@
 `timing`            several functions timed in turn, medians and quartiles
 `limits`            the machine's limits: arithmetic peaks, read bandwidth
 `weights`           copies of a weight in an arena far larger than the caches
-`cases`             what is measured: linears, odd shapes, the cost of a call
+`cases`             what is measured: linears, odd shapes, the cost of a call; or experts
 `report`            text tables and what stands out
 `picture`           the roofline
 ==================  ================================================================

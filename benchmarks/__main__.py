@@ -1,4 +1,4 @@
-"""Measures linears beside F.linear and beside the machine's limits, in turn, in one process."""
+"""Measures linears beside F.linear and the machine's limits, or experts beside linears: in turn, in one process."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from .weights import Arena
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1536, 576)]
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
 MS = [1, 2, 4, 8, 16, 32, 64, 128, 512]
+EXPERTS, TOP_K = 64, 8
+EXPERTS_SHAPES, EXPERTS_MS = [(1408, 2048)], [1, 4, 32, 512]
 FORCED_ISA, FORCED_TYPES = "amd_avx2", (WeightType.F32, WeightType.Q4_0)
 
 
@@ -58,8 +60,15 @@ def listed(item: Any) -> Any:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("linears", "experts"),
+        default="linears",
+        help=f"linears, or the expert-routed product of {EXPERTS} experts, {TOP_K} a token (default: linears)",
+    )
     parser.add_argument("--types", type=listed(weight_type), help=f"weight types (default: {','.join(TYPES)})")
-    parser.add_argument("--m", type=listed(positive), help=f"rows of the input (default: {','.join(map(str, MS))})")
+    parser.add_argument("--m", type=listed(positive), help="rows of the input, or tokens")
     parser.add_argument("--shapes", type=listed(shape), help="N x K of the weights, such as 4096x4096,1536x576")
     parser.add_argument("--isa", choices=ktlinear.available_isas(), help="tier (default: the one in use)")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
@@ -72,6 +81,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write the roofline (needs matplotlib)")
     args = parser.parse_args(argv)
     args.types = args.types or [weight_type(name) for name in TYPES]
+    if args.what == "experts":
+        if args.picture:
+            parser.error("--picture: the roofline is one of linears")
+        args.m, args.shapes = args.m or EXPERTS_MS, args.shapes or EXPERTS_SHAPES
     args.m = sorted(set(args.m or ([1, 16, 512] if args.quick else MS)))
     args.shapes = args.shapes or ([SHAPES[0], SHAPES[-1]] if args.quick else SHAPES)
     for t in args.types:
@@ -89,20 +102,23 @@ def fits(t: WeightType, s: cases.Shape) -> bool:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure everything; the result is what the JSON file holds."""
     start = time.perf_counter()
+    experts = args.what == "experts"
     effort = cases.Effort(3, 0.3, 0.003) if args.quick else cases.Effort(7, 0.8, 0.006)
-    bench = cases.Bench(Arena(args.memory << 20), Arena(args.memory << 20), effort, packed=not args.plain)
-    cells, odd, notes = [], [], []
+    ours, theirs = Arena(args.memory << 20), Arena(0 if experts else args.memory << 20)
+    bench = cases.Bench(ours, theirs, effort, packed=not args.plain)
+    cells, odd, routed, notes = [], [], [], []
     few_ms = sorted({args.m[0], args.m[len(args.m) // 2], args.m[-1]})
 
     few_shapes = args.shapes[-1:] if args.quick else list(dict.fromkeys((args.shapes[0], args.shapes[-1])))
-    jobs = [("linears", s, t) for s in args.shapes for t in args.types]
-    jobs += [("odd", s, t) for s in few_shapes for t in args.types]
-    if FORCED_ISA not in ktlinear.available_isas():
-        notes.append(f"{FORCED_ISA} was not measured: it is not compiled in, or this CPU lacks it.")
-    elif ktlinear.isa() != FORCED_ISA:
-        jobs += [("forced", args.shapes[0], t) for t in FORCED_TYPES if t in args.types]
+    jobs = [(args.what, s, t) for s in args.shapes for t in args.types]
+    if not experts:
+        jobs += [("odd", s, t) for s in few_shapes for t in args.types]
+        if FORCED_ISA not in ktlinear.available_isas():
+            notes.append(f"{FORCED_ISA} was not measured: it is not compiled in, or this CPU lacks it.")
+        elif ktlinear.isa() != FORCED_ISA:
+            jobs += [("forced", args.shapes[0], t) for t in FORCED_TYPES if t in args.types]
     jobs = [(job, s, t) for job, s, t in jobs if fits(t, s)]
-    calls = cases.call_cost(effort)
+    calls = {} if experts else cases.call_cost(effort)
     with tqdm(jobs, unit="weight", disable=None) as progress:
         for job, s, t in progress:
             progress.set_postfix_str(f"{t.name} {s[0]} x {s[1]}")
@@ -110,6 +126,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 cells += cases.linears(bench, t, s, args.m)
             elif job == "odd":
                 odd += cases.odd_shapes(bench, t, s, few_ms)
+            elif job == "experts":
+                routed += cases.experts(bench, t, s, EXPERTS, TOP_K, args.m)
             else:
                 with ktlinear.use_isa(FORCED_ISA):
                     cells += cases.linears(bench, t, s, args.m)
@@ -126,6 +144,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         },
         "cells": cells,
         "odd_shapes": odd,
+        "experts": routed,
         "calls": calls,
         "notes": notes,
     }

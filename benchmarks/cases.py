@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +131,102 @@ def linears(bench: Bench, weight_type: WeightType, shape: Shape, ms: list[int]) 
                 "of_peak": operations / t.median / best.median,
                 "of_read": nbytes / t.median / bandwidth.median,
                 "of_roofline": max(nbytes / bandwidth.median, operations / best.median) / t.median,
+                "repeats": len(times["ours"]),
+            }
+        )
+    return cells
+
+
+def experts_op(weight_type: WeightType, n: int, packed: bool) -> Callable[..., torch.Tensor]:
+    """y = op(x, weight, expert_ids) through the operator itself."""
+    if weight_type in FLOAT_DTYPES:
+        return torch.ops.kt._linear_experts.default
+    if packed:
+        op = torch.ops.kt._linear_experts_packed.default
+        return lambda x, weight, ids: op(x, weight, ids, n, x.shape[-1], weight_type)
+    plain = torch.ops.kt._linear_experts.default
+    return lambda x, weight, ids: plain(x, weight, ids, weight_type)
+
+
+def routes(tokens: int, experts: int, top_k: int, count: int) -> list[torch.Tensor]:
+    """`count` random choices of top_k different experts for each token, [tokens, top_k].
+
+    Choices of a single token follow each other without an expert twice, until all experts have been read.
+    """
+    if tokens > 1:
+        return [torch.rand(tokens, experts).topk(top_k).indices for _ in range(count)]
+    choices = list(torch.randperm(experts)[: experts // top_k * top_k].view(-1, 1, top_k))
+    return (choices * count)[:count]
+
+
+def experts(
+    bench: Bench, weight_type: WeightType, shape: Shape, count: int, top_k: int, ms: list[int]
+) -> list[dict[str, Any]]:
+    """One cell per number of tokens: the expert-routed product beside one linear of ours for each expert in use.
+
+    The linears get their rows of the input gathered beforehand and leave their outputs where they are. Float types are
+    compared with F.linear in the same way.
+    """
+    n, k = shape
+    bench.ours.fill(weight_type, n, k, bench.packed, least=count)
+    layers = bench.ours.layers(count)
+    by_expert = [list(layer.unbind()) for layer in layers]
+    read = limits.read(bench.ours.memory)
+    op, one = experts_op(weight_type, n, bench.packed), linear_op(weight_type, n, bench.packed)
+    cells = []
+    for m in ms:
+        x = torch.randn(m, k).to(FLOAT_DTYPES.get(weight_type, torch.float32))
+        choices = routes(m, count, top_k, 4 * count // top_k)
+        grouped = [[(e, x[(ids == e).any(dim=1)]) for e in ids.unique().tolist()] for ids in choices]
+        # Every function walks through layers and choices on its own.
+        turns = {name: itertools.cycle(range(len(layers) * len(choices))) for name in ("ours", "linears", "theirs")}
+
+        def where(name: str) -> tuple[int, int]:
+            choice, layer = divmod(next(turns[name]), len(layers))  # noqa: B023
+            return layer, choice
+
+        def ours() -> None:
+            layer, choice = where("ours")
+            op(x, layers[layer], choices[choice])  # noqa: B023
+
+        def loop(name: str, linear: Callable[..., torch.Tensor]) -> None:
+            layer, choice = where(name)
+            for e, rows in grouped[choice]:  # noqa: B023
+                linear(rows, by_expert[layer][e])
+
+        functions: dict[str, Callable[[], None]] = {"ours": ours, "linears": functools.partial(loop, "linears", one)}
+        if weight_type in FLOAT_DTYPES:
+            functions["theirs"] = functools.partial(loop, "theirs", F.linear)
+        times = in_turn(
+            {
+                "read": read,
+                **{
+                    name: functools.partial(seconds, f, calls_for(f, bench.effort.batch))
+                    for name, f in functions.items()
+                },
+            },
+            bench.effort.repeats,
+            bench.effort.budget,
+        )
+        t = spread(times["ours"])
+        used = sum(len(groups) for groups in grouped) / len(grouped)
+        bandwidth = spread(times["read"])
+        cells.append(
+            {
+                "isa": ktlinear.isa(),
+                "type": weight_type.name,
+                "packed": bench.packed and weight_type not in FLOAT_DTYPES,
+                "n": n,
+                "k": k,
+                "experts": count,
+                "top_k": top_k,
+                "m": m,
+                "seconds": t._asdict(),
+                "experts_in_use": used,
+                "read": bandwidth._asdict(),
+                "of_read": used * bench.ours.weight_bytes / t.median / bandwidth.median,
+                "times_linears": ratio(times["linears"], times["ours"])._asdict(),
+                "times_flinears": ratio(times["theirs"], times["ours"])._asdict() if "theirs" in times else None,
                 "repeats": len(times["ours"]),
             }
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from .timing import spread
+from .timing import Spread, spread
 
 CLIFF = 0.25
 """A throughput that falls by more from one M to the next larger one is flagged."""
@@ -62,6 +62,11 @@ def shape_block(cells: list[Cell]) -> str:
     return "\n".join(blocks)
 
 
+def limit_text(name: str, s: Spread, unit: str) -> str:
+    """One limit's median and quartiles."""
+    return f"{name} {s.median / 1e9:.1f} {unit} ({s.q1 / 1e9:.1f} to {s.q3 / 1e9:.1f})"
+
+
 def limits_line(cells: list[Cell]) -> str:
     """The limits that these cells were compared with, and how far they drifted from cell to cell."""
     limits = [
@@ -72,8 +77,7 @@ def limits_line(cells: list[Cell]) -> str:
     parts = []
     for name, rates, unit in limits:
         if rates:
-            s = spread(rates)
-            parts.append(f"{name} {s.median / 1e9:.1f} {unit} ({s.q1 / 1e9:.1f} to {s.q3 / 1e9:.1f})")
+            parts.append(limit_text(name, spread(rates), unit))
     return ", ".join(parts)
 
 
@@ -101,6 +105,34 @@ def odd_block(results: list[Cell]) -> str:
     return table([f"M={m} " for m in ms], rows)
 
 
+def experts_block(cells: list[Cell]) -> str:
+    """The expert-routed product of one tier and shape."""
+    ms = sorted({c["m"] for c in cells})
+    read = spread([c["read"]["median"] for c in cells])
+    metrics: list[tuple[str, Callable[[Cell], float | None], str]] = [
+        ("us (median)", lambda c: 1e6 * c["seconds"]["median"], "{:.0f}"),
+        ("% of the read bandwidth, for the experts in use", lambda c: 100 * c["of_read"], "{:.0f}"),
+        ("times the speed of one linear for each expert", lambda c: c["times_linears"]["median"], "{:.2f}"),
+        (
+            "times the speed of one F.linear for each expert (float types)",
+            lambda c: c["times_flinears"] and c["times_flinears"]["median"],
+            "{:.2f}",
+        ),
+    ]
+    layout = "packed" if any(c["packed"] for c in cells) else "plain rows"
+    blocks = [
+        "{experts} experts, {top_k} a token, N = {n}, K = {k}   {isa}".format(**cells[0])
+        + f"   quantized weights: {layout}\nlimits: {limit_text('read', read, 'GB/s')}"
+    ]
+    for title, metric, form in metrics:
+        rows = []
+        for (name,), of_type in group(cells, "type").items():
+            by_m = {c["m"]: metric(c) for c in of_type}
+            rows.append((name, ["" if (v := by_m.get(m)) is None else form.format(v) for m in ms]))
+        blocks.append(f" {title}\n" + table([f"T={m}" for m in ms], rows))
+    return "\n".join(blocks)
+
+
 def calls_block(calls: dict[str, Any]) -> str:
     """Microseconds per call of the smallest linears."""
     rows = [
@@ -121,10 +153,10 @@ def text(results: dict[str, Any]) -> str:
             f"N = {n}, K = {k}   {isa}   quantized weights: {layout}\nlimits: {limits_line(of_shape)}\n"
             + shape_block(of_shape)
         )
-    found = cliffs(cells)
-    parts.append(
-        f"Throughput that falls by more than {CLIFF:.0%} with M: " + ("\n  ".join(["", *found]) if found else "none")
-    )
+    parts += [experts_block(of_shape) for of_shape in group(results["experts"], "isa", "n", "k").values()]
+    if cells:
+        found = "\n  ".join(["", *cliffs(cells)]) or "none"
+        parts.append(f"Throughput that falls by more than {CLIFF:.0%} with M: {found}")
     if results["odd_shapes"]:
         parts.append(
             f"Odd shapes: time per operation beside the round shape's, % (! above {ODD_COST:.0%})\n"

@@ -42,22 +42,31 @@ class Arena:
         self.memory = _memory.empty(nbytes)
         self.key: tuple[object, ...] = ()
         self.copies: list[torch.Tensor] = []
+        self.step = 0
 
-    def fill(self, weight_type: WeightType, n: int, k: int, packed: bool) -> None:
-        """Fill the memory with copies of `sample`; grow it if not even one fits."""
+    def fill(self, weight_type: WeightType, n: int, k: int, packed: bool, least: int = 1) -> None:
+        """Fill the memory with copies of `sample`; grow it if not even `least` of them fit."""
         key = (weight_type, n, k, packed)
-        if key == self.key:
+        if key == self.key and len(self.copies) >= least:
             return
         weight = sample(*key)
         nbytes = weight.numel() * weight.element_size()
-        step = -(-nbytes // _memory.ALIGNMENT) * _memory.ALIGNMENT
-        if step > self.memory.numel():
-            self.memory = _memory.empty(step)
+        self.step = step = -(-nbytes // _memory.ALIGNMENT) * _memory.ALIGNMENT
+        if least * step > self.memory.numel():
+            self.memory = _memory.empty(least * step)
         self.copies = []
         for start in range(0, self.memory.numel() - step + 1, step):
             copy = self.memory[start : start + nbytes].view(weight.dtype).view(weight.shape)
             self.copies.append(copy.copy_(weight))
         self.key = key
+
+    def layers(self, experts: int) -> list[torch.Tensor]:
+        """The copies as weights [experts, ...] of several layers."""
+        stride = self.step // self.copies[0].element_size()
+        return [
+            first.as_strided((experts, *first.shape), (stride, *first.stride()), first.storage_offset())
+            for first in self.copies[: len(self.copies) // experts * experts : experts]
+        ]
 
     @property
     def weight_bytes(self) -> int:

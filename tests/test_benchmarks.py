@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import report
+from benchmarks import cases, report
 from benchmarks.__main__ import arguments, run
 from benchmarks.timing import in_turn, ratio, spread
 from ktlinear.ops import row_bytes
@@ -47,6 +48,31 @@ def test_a_small_run_on_plain_rows() -> None:
     check(run(arguments([*SMALL, "--plain"])), packed=False)
 
 
+def test_a_small_run_of_experts() -> None:
+    results = run(arguments(["experts", *SMALL]))
+    assert results["cells"] == results["odd_shapes"] == []
+    cells = results["experts"]
+    assert [(c["type"], c["n"], c["k"], c["m"]) for c in cells] == [
+        (name, 96, 160, m) for name in ("F32", "Q4_0") for m in (1, 4)
+    ]
+    for cell in cells:
+        nbytes = 96 * row_bytes(cell["type"], 192 if cell["packed"] else 160)
+        assert cell["packed"] == (cell["type"] == "Q4_0")
+        assert cell["experts_in_use"] == 8 if cell["m"] == 1 else 8 < cell["experts_in_use"] <= 32
+        rate = cell["experts_in_use"] * nbytes / cell["seconds"]["median"]
+        assert cell["of_read"] == pytest.approx(rate / cell["read"]["median"])
+        assert cell["times_linears"]["median"] > 0 and (cell["times_flinears"] is None) == cell["packed"]
+    text = report.text(results)
+    assert "64 experts, 8 a token, N = 96, K = 160" in text and "T=4" in text and "falls by" not in text
+
+
+def test_routes_read_every_expert_before_one_twice() -> None:
+    routes = cases.routes(tokens=1, experts=20, top_k=3, count=12)
+    assert sorted(torch.cat(routes[:6]).flatten().tolist()) == sorted(set(torch.cat(routes[:6]).flatten().tolist()))
+    assert len(routes) == 12 and all(r.shape == (1, 3) for r in routes) and torch.equal(routes[6], routes[0])
+    assert all(len(set(row)) == 3 for r in cases.routes(5, 20, 3, 2) for row in r.tolist())
+
+
 def check(results: dict[str, Any], packed: bool) -> None:
     here = [c for c in results["cells"] if c["isa"] == results["machine"]["tier"]]
     assert [(c["type"], c["n"], c["k"], c["m"]) for c in here] == [
@@ -78,6 +104,8 @@ def check(results: dict[str, Any], packed: bool) -> None:
         (["--m", "0"], "'0' is not a positive integer"),
         (["--types", "Q4_0", "--shapes", "64x40"], "--types Q4_0: K has to be a multiple of 32 in one of the shapes"),
         (["--isa", "m68k"], "invalid choice: 'm68k'"),
+        (["matrices"], "invalid choice: 'matrices'"),
+        (["experts", "--picture", "x.png"], "--picture: the roofline is one of linears"),
     ],
 )
 def test_bad_arguments(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
