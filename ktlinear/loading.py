@@ -11,6 +11,7 @@ from . import _memory
 from .gguf import GGUFError, GGUFFile
 from .nn import FLOAT_DTYPES, FLOAT_TYPES, Embedding, Linear
 from .ops import WeightType
+from .patch import fuse_layers
 
 try:
     import numpy as np
@@ -40,6 +41,7 @@ def from_gguf(
     dtype: torch.dtype = torch.float32,
     packed: bool = True,
     tokenizer: bool = True,
+    fuse: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Loads a GGUF file into a transformers causal language model without dequantizing any matrix.
 
@@ -52,6 +54,7 @@ def from_gguf(
         packed: copy the quantized matrices into panels of 16 rows, which compute faster; the size is the same. If not,
             they stay where they are, in the mapped file, which must then not change.
         tokenizer: load the file's tokenizer too. This takes transformers some seconds.
+        fuse: compute q/k/v and gate/up projections together, as `ktlinear.patch` does with ``fuse=True``.
 
     Returns:
         The model, in eval mode, and its tokenizer (None if not asked for).
@@ -71,6 +74,8 @@ def from_gguf(
         )
     model = _skeleton(file, architecture, dtype)
     _Loader(file, architecture, model, dtype, packed).load()
+    if fuse:
+        fuse_layers(model)
     loaded_tokenizer = None
     if tokenizer:
         directory, name = os.path.split(os.path.abspath(file.path))

@@ -8,6 +8,7 @@ The operators themselves are C++ (``torch.ops.kt``):
 ``kt::linear_experts(input, weight, expert_ids, weight_type=None)``         [T, K] or [T, top_k, K] -> [T, top_k, N]
 ``kt::linear_experts_packed(input, weight, expert_ids, out_features, in_features, weight_type)``
 ``kt::_linear``, ``kt::_linear_packed``, ``kt::_linear_experts`` ...        these without gradients, cheaper to call
+``kt::_linear_packed_group(input, weights, biases, out_features, in_features, weight_type)``, a list of outputs
 ``kt::pack(weight, weight_type)``                                           GGUF rows -> panels
 ``kt::unpack(weight, out_features, in_features, weight_type)``              panels -> GGUF rows
 ``kt::quantize(weight, weight_type, importance=None)``                      floats -> GGUF rows
@@ -25,6 +26,7 @@ is an IndexError.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -310,6 +312,11 @@ def linear_experts(
     return op(input, weight, expert_ids, *packed_shape, kind)
 
 
+def without_derivatives() -> bool:
+    """Whether nothing is differentiated and nothing cast now: an operator that knows of neither may be called."""
+    return not (_is_grad_enabled() or _forward_ad._current_level >= 0 or _any_autocast())
+
+
 def _refuse_tangents(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and _forward_ad.unpack_dual(tensor).tangent is not None:
@@ -452,6 +459,24 @@ def _register_fakes() -> None:
         fake(f"kt::{prefix}linear_packed")(_fake_linear_packed)
         fake(f"kt::{prefix}linear_experts")(_fake_linear_experts)
         fake(f"kt::{prefix}linear_experts_packed")(_fake_linear_experts_packed)
+
+    @fake("kt::_linear_packed_group")
+    def _(
+        input: Tensor,
+        weights: list[Tensor],
+        biases: list[Tensor],
+        out_features: list[int],
+        in_features: int,
+        weight_type: int,
+    ) -> list[Tensor]:
+        _check(
+            len(out_features) == len(weights), "kt::linear_packed_group: expected one of out_features for each weight"
+        )
+        _check(len(biases) in (0, len(weights)), "kt::linear_packed_group: expected no biases or one for each weight")
+        return [
+            _fake_linear_packed(input, weight, bias, n, in_features, weight_type)
+            for weight, bias, n in itertools.zip_longest(weights, biases, out_features)
+        ]
 
     @fake("kt::pack")
     def _(weight: Tensor, weight_type: int) -> Tensor:

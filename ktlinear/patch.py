@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from . import _cpu
+from . import _cpu, _fuse
 from ._logical import LOGICAL_DTYPES
 from ._types import TypeRules, fitting_type
 from .nn import FLOAT_DTYPES, Embedding, Linear
@@ -52,9 +52,13 @@ class PatchRow:
 
 @dataclass
 class PatchReport:
-    """What `patch` or `unpatch` did, module by module; ``str()`` is a table."""
+    """What `patch` or `unpatch` did, module by module; ``str()`` is a table.
+
+    `fused` has the names of the layers that are computed together, group by group.
+    """
 
     rows: list[PatchRow] = field(default_factory=list)
+    fused: list[tuple[str, ...]] = field(default_factory=list)
 
     @property
     def changed(self) -> list[PatchRow]:
@@ -74,7 +78,9 @@ class PatchReport:
         ]
         before, after = (sum(getattr(r, name) for r in self.rows) / 1e6 for name in ("bytes_before", "bytes_after"))
         total = f"{len(self.changed)} changed, {len(self.left)} left"
-        return format_table(header, table, ("total", "", "", f"{before:.2f}", f"{after:.2f}", total), numbers=(3, 4))
+        last = ("total", "", "", f"{before:.2f}", f"{after:.2f}", total)
+        fused = [f"computed together: {', '.join(group)}" for group in self.fused]
+        return "\n".join([format_table(header, table, last, numbers=(3, 4)), *fused])
 
 
 def format_table(
@@ -99,6 +105,7 @@ def patch(
     *,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
     rules: Mapping[str, WeightType | str | int | None] | None = None,
+    fuse: bool = False,
 ) -> PatchReport:
     """Swap every plain ``nn.Linear`` inside `model`, in place, for a `ktlinear.nn.Linear` of `weight_type`.
 
@@ -123,6 +130,11 @@ def patch(
         rules: ``{pattern: type}``, as in ``{"*.down_proj": "Q6_K", "lm_head": None}``. The first pattern that matches
             a module's qualified name (`fnmatch`) decides, and None as the type leaves the module alone; what no
             pattern matches gets `weight_type`. ``{"*": "Q4_K"}`` puts everything in that type, embeddings as well.
+        fuse: compute layers that their module calls on the same input, as q/k/v and gate/up projections are, in one
+            operator call: layers of the same type, width and presence of a bias. Names, parameters and state dicts stay
+            as they are. The module's class is exchanged for a subclass of the same name whose forward makes the calls
+            together; that is done only where the source of its forward shows that nothing happens to the input between
+            them. Where a gradient is wanted, or a layer has a hook, the layers are called one by one, as before.
 
     Returns:
         A report of every linear layer: type before and after, or why it was left.
@@ -147,7 +159,18 @@ def patch(
             report.rows += _convert(model, plan, places)
             plan.members.clear()  # or the originals would stay in memory until all are done
             bar.update(plan.nbytes)
+    if fuse:
+        report.fused = fuse_layers(model)
     return report
+
+
+def fuse_layers(model: nn.Module) -> list[tuple[str, ...]]:
+    """Do what ``patch(fuse=True)`` does to the `ktlinear.nn.Linear` layers of `model`; return their names by group."""
+    return [
+        tuple(f"{name}.{attribute}" if name else attribute for attribute in group)
+        for name, module in model.named_modules()
+        for group in _fuse.fuse(module)
+    ]
 
 
 def unpatch(model: nn.Module) -> PatchReport:
@@ -170,6 +193,8 @@ def unpatch(model: nn.Module) -> PatchReport:
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if type(model) in (Linear, Embedding):
         raise ValueError(f"model: a {type(model).__name__} cannot be swapped in place; it must be inside a module")
+    for module in model.modules():
+        _fuse.unfuse(module)
     modules = [(name, module) for name, module in model.named_modules() if type(module) in (Linear, Embedding)]
     places = _places(model)
     weights: dict[nn.Parameter, nn.Parameter] = {}  # old -> new

@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "tinyblas/formats.h"
 
@@ -141,12 +142,18 @@ inline Handle tensor_argument(StableIValue value) { return Handle(torch::stable:
 inline Handle optional_tensor_argument(StableIValue value) {
   return Handle(torch::stable::detail::to<std::optional<AtenTensorHandle>>(value).value_or(nullptr));
 }
+inline std::vector<Handle> tensor_list_argument(StableIValue value) {
+  std::vector<Handle> handles;
+  for (AtenTensorHandle tensor : torch::stable::detail::to<std::vector<AtenTensorHandle>>(value))
+    handles.emplace_back(tensor);
+  return handles;
+}
 inline StableIValue result(Handle tensor) { return torch::stable::detail::from(tensor.release()); }
 
 // The operators, boxed: they take their arguments from the stack and leave the result there.
 using Boxed = void(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
-Boxed linear, linear_packed, linear_experts, linear_experts_packed, pack, pack_out, unpack, quantize, dequantize,
-    embedding, embedding_packed;
+Boxed linear, linear_packed, linear_packed_group, linear_experts, linear_experts_packed, pack, pack_out, unpack,
+    quantize, dequantize, embedding, embedding_packed;
 Boxed set_exact, isa, available_isas, use_isa, limit;
 
 }  // namespace ktlinear::ops

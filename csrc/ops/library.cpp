@@ -11,6 +11,7 @@ void register_kernels(StableLibrary& m) {
   m.impl("_linear", &linear);
   m.impl("linear_packed", &linear_packed);
   m.impl("_linear_packed", &linear_packed);
+  m.impl("_linear_packed_group", &linear_packed_group);
   m.impl("linear_experts", &linear_experts);
   m.impl("_linear_experts", &linear_experts);
   m.impl("linear_experts_packed", &linear_experts_packed);
@@ -37,6 +38,10 @@ STABLE_TORCH_LIBRARY(kt, m) {
   m.def(
       "_linear_packed(Tensor input, Tensor weight, Tensor? bias, int out_features, int in_features, int weight_type) "
       "-> Tensor");
+  // Several weights of one type on one input: what q, k and v are.
+  m.def(
+      "_linear_packed_group(Tensor input, Tensor[] weights, Tensor[] biases, int[] out_features, int in_features, "
+      "int weight_type) -> Tensor[]");
   for (const std::string name : {"linear_experts", "_linear_experts"}) {
     m.def((name + "(Tensor input, Tensor weight, Tensor expert_ids, int? weight_type=None) -> Tensor").c_str());
     m.def((name + "_packed(Tensor input, Tensor weight, Tensor expert_ids, int out_features, int in_features, "
