@@ -74,7 +74,7 @@ bool encode_row(const Codec& codec, const void* in, Type in_type, int64_t k, con
       codec.convert(wide, count, format.type, to);
     } else {
       for (int64_t i = 0; i < count; ++i) fits &= std::fabs(wide[i]) <= kLargestWeight;  // false for NaN
-      codec.quantize(format.type, wide, count / format.block, to);
+      if (fits) codec.quantize(format.type, wide, count / format.block, to);
     }
   });
   return fits;

@@ -66,6 +66,9 @@ KT_INLINE uint16_t float_to_bf16(float f) {  // round to nearest even
   return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
+// 1 / d; 0 for a zero or subnormal d, whose inverse may be infinite. As an fp16 scale such a d is 0, so no code counts.
+KT_INLINE float inverse_of_scale(float d) { return __builtin_fabsf(d) >= 0x1p-126f ? 1.f / d : 0.f; }
+
 // Element i of a float tensor of any of the three types.
 KT_INLINE float load_element(const void* p, Type t, int64_t i) {
   if (t == Type::F32) return load_as<float>(static_cast<const float*>(p) + i);

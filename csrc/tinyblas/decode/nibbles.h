@@ -101,7 +101,7 @@ struct Nibbles {
       for (int i = 1; i < 32; i++) extreme = __builtin_fabsf(x[i]) > __builtin_fabsf(extreme) ? x[i] : extreme;
       d = extreme / static_cast<float>(-kLevels / 2);
     }
-    const float inverse = d != 0 ? 1.f / d : 0.f;
+    const float inverse = inverse_of_scale(d);
     b.d = float_to_half(d);
     uint32_t high = 0;
     for (int j = 0; j < 32; j++) {

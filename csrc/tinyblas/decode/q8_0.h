@@ -50,7 +50,7 @@ struct Q8_0 {
       const float a = __builtin_fabsf(x[i]);
       amax = a > amax ? a : amax;
     }
-    const float d = amax / 127.f, inverse = d != 0 ? 1.f / d : 0.f;
+    const float d = amax / 127.f, inverse = inverse_of_scale(d);
     b.d = float_to_half(d);
     for (int i = 0; i < 32; i++) {
       const float v = x[i] * inverse, a = __builtin_fabsf(v);

@@ -44,7 +44,7 @@ struct Ternary {
     float d = 0;
     for (int i = 0; i < 256; i++)
       d = __builtin_fabsf(x[i]) > d ? __builtin_fabsf(x[i]) : d;
-    const float inverse = d != 0 ? 1.f / d : 0.f;
+    const float inverse = inverse_of_scale(d);
     for (int i = 0; i < 256; i++) {
       const float v = x[i] * inverse;
       codes[i] = static_cast<uint8_t>(1 + (v >= 0.5f) - (v <= -0.5f));
