@@ -119,6 +119,11 @@ BAD = {
     "pack into strides": ("_pack_out", (PANELS.repeat(1, 2)[:, ::2], ROWS, Q4), "not contiguous; expected"),
     "unpack shape": ("unpack", (PANELS, 33, 64, Q4), r"weight has shape \[2, 576\]; expected \[3, 576\]"),
     "unpack K": ("unpack", (PANELS, 20, 63, Q4), "in_features is 63; expected a multiple of 32"),
+    "unpack K that overflows": (
+        "unpack",
+        (PANELS, 20, 2**62, 29),
+        "in_features is 4611686018427387904; expected at most",
+    ),
     "unpack negative": ("unpack", (PANELS, -1, 64, Q4), r"\[-1, 64\]; expected no negative"),
     # quantize, dequantize
     "quantize K": ("quantize", (W[:, :40], Q4), r"weight has shape \[5, 40\].* multiple of 32 for weight_type Q4_0"),

@@ -224,8 +224,12 @@ void check_packed_input(const char* op, const View& input, int64_t k) {
   if (input.last() != k) fail(op, "input has shape ", input.shape(), "; its last dimension is to be in_features, ", k);
 }
 
+// No weight is that wide; larger ones could overflow the number of bytes.
+constexpr int64_t kLargestK = int64_t{1} << 48;
+
 void check_packed(const char* op, const View& weight, const FormatInfo& f, int64_t n, int64_t k, int64_t leading) {
   if (n < 0 || k < 0) fail(op, "the packed weight's size was given as [", n, ", ", k, "]; expected no negative number");
+  if (k > kLargestK) fail(op, "in_features is ", k, "; expected at most ", kLargestK);
   if (k % f.block != 0)
     fail(op, "in_features is ", k, "; expected a multiple of ", f.block, " for weight_type ", f.name);
   if (weight.dtype != dtype_uint8())
