@@ -1,4 +1,4 @@
-# make test | demo | lint | bench: everything from a fresh checkout, set-up included.
+# make test | demo | lint | bench | sanitize: everything from a fresh checkout, set-up included.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ export KTLINEAR_ISA KTLINEAR_WERROR
 
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 
-.PHONY: test demo lint bench build clean
+.PHONY: test demo lint bench sanitize build clean
 
 test: build
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -24,7 +24,11 @@ lint: $(VENV)/.stamp-packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	find csrc -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
+	find csrc tests/cpp -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
+
+# The kernels alone, without PyTorch.
+sanitize:
+	$(PYTHON) scripts/sanitize.py
 
 BUILD_STAMP := $(VENV)/.stamp-build-$(KTLINEAR_ISA)-werror-$(KTLINEAR_WERROR)
 
