@@ -1,7 +1,7 @@
 """Run the kernels under AddressSanitizer and UBSan, without PyTorch: ``make sanitize``.
 
-Compiles ``tests/cpp/sanitize.cpp`` with the sources of a tier, once per tier, and runs it. Tiers that this CPU cannot run
-are left out.
+Compiles ``tests/cpp/sanitize.cpp`` with the sources of a tier, once per tier, and runs it. Tiers that this CPU cannot
+run are left out.
 
 Usage: ``python scripts/sanitize.py [TIER ...]``
 """

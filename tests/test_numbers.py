@@ -370,6 +370,22 @@ def test_quantizing_again_changes_little(seed: int, n: int, blocks: int, t: Weig
     assert (twice - once).norm() < (once - weight).norm()
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=seeds,
+    blocks=st.integers(1, 3),
+    power=st.integers(1, 7),
+    t=st.sampled_from([t for t in QUANTIZED if ops.can_quantize(t)]),
+)
+def test_quantizing_commutes_with_powers_of_two(seed: int, blocks: int, power: int, t: WeightType) -> None:
+    """Nothing in a search for scales depends on the magnitude, while no fp16 scale is subnormal."""
+    torch.manual_seed(seed)
+    weight = 8 * torch.randn(3, ops.FORMATS[t].block * blocks)
+    values = oracle_dequantize(kt.quantize(weight, int(t)), t)
+    larger = oracle_dequantize(kt.quantize(weight * 2**power, int(t)), t)
+    assert torch.equal(larger, values * 2**power)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_small_scales_survive_flush_to_zero(isa: str, packed: bool) -> None:
     """Scales of a few 1e-7 are subnormal halves, but no subnormal fp32 may appear on their way."""

@@ -310,12 +310,42 @@ def test_special_scales_are_decoded_as_gguf_does(isa: str, weight_type: WeightTy
     assert finite.sum() > n // 3 and y[:, ~finite].isfinite().logical_not().any(dim=0).all()
 
 
+def any_rows(t: WeightType, k: int) -> torch.Tensor:
+    """Rows of any bytes: 256 random ones, then each value repeated."""
+    width = ops.row_bytes(t, k)
+    same = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, width)
+    return torch.cat((torch.randint(0, 256, (256, width), dtype=torch.uint8), same))
+
+
 @pytest.mark.parametrize("weight_type", QUANTIZED)
 def test_any_bytes_are_decoded_as_gguf_does(isa: str, weight_type: WeightType) -> None:
-    rows = torch.randint(0, 256, (256, ops.row_bytes(weight_type, 512)), dtype=torch.uint8)
+    rows = any_rows(weight_type, 512)
     expected = oracle_dequantize(rows, weight_type)
     actual = kt.dequantize(rows, weight_type, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+@pytest.mark.parametrize("exact", (False, True))
+def test_any_bytes_are_multiplied_as_gguf_decodes_them(isa: str, weight_type: WeightType, exact: bool) -> None:
+    """127 at one place and 0 elsewhere is its own int8 code, so each product is a weight."""
+    k = ops.FORMATS[weight_type].block
+    rows = any_rows(weight_type, k)
+    n, weight = rows.shape[0], oracle_dequantize(rows, weight_type)
+    usual = weight.abs().amax(1) < 1e36  # not NaN either
+    assert usual.sum() > n / 2
+    panels = kt.pack(rows, weight_type)
+    kt._set_exact(exact)
+    try:
+        for m in (1, 6, 40):
+            place = torch.randint(0, k, (m,))
+            x = torch.zeros(m, k).scatter_(1, place[:, None], 127)
+            expected = 127 * weight[usual][:, place].t()
+            room = 127 * 3e-7 * weight[usual].abs().amax(1)  # d * sc * q - dmin * m is rounded once, or twice
+            for y in (kt.linear(x, rows, None, weight_type), kt.linear_packed(x, panels, None, n, k, weight_type)):
+                assert ((y[:, usual] - expected).abs() <= room).all(), m
+    finally:
+        kt._set_exact(False)
 
 
 def test_types_without_a_quantizer_are_refused() -> None:
@@ -357,6 +387,53 @@ def test_quantizers_that_search_are_as_good_as_the_reference(isa: str, name: str
         torch.testing.assert_close(values, torch.full((1, 256), value), rtol=1e-3, atol=0)
 
 
+QUANTIZABLE = [t for t in QUANTIZED if ops.can_quantize(t)]
+
+
+def patterns() -> dict[str, torch.Tensor]:
+    """Weights [3, 512] of magnitude 1 at most, which a search for scales may stumble over."""
+    noise = torch.rand(3, 512) * 2 - 1
+    last = torch.zeros(3, 512)
+    last[:, 31::32] = -1
+    outlier = noise / 1000
+    outlier[:, ::256] = 1
+    return {
+        "noise": noise,
+        "one sign": noise.abs(),
+        "far from zero": 0.98 - noise.abs() / 50,
+        "alternating": (torch.arange(512) % 2 * 2.0 - 1).repeat(3, 1),
+        "equal": torch.full((3, 512), -0.7),
+        "one element a block": last,
+        "an outlier": outlier,
+        "mostly zeros": noise * (torch.rand(3, 512) < 0.05),
+    }
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZABLE)
+@pytest.mark.parametrize("scale", (1e-4, 1.0, 65504.0))
+def test_no_pattern_misleads_a_quantizer(weight_type: WeightType, scale: float) -> None:
+    """No value is off by more than a step of so many bits; where gguf has a quantizer, it says the same."""
+    step = {2: 1.0, 3: 0.5, 4: 0.2, 5: 0.1, 6: 0.05, 8: 0.02}[round(8 * ops.row_bytes(weight_type, 256) / 256)]
+    for name, pattern in patterns().items():
+        weight = pattern * scale
+        values = oracle_dequantize(kt.quantize(weight, weight_type), weight_type)
+        assert (values - weight).abs().max() <= step * weight.abs().max(), name
+        if weight_type not in HALVES:
+            expected = oracle_dequantize(oracle_quantize(weight, weight_type), weight_type)
+            assert torch.equal(values, expected), name
+
+
+@pytest.mark.parametrize("weight_type", [t for t in QUANTIZABLE if t != WeightType.MXFP4])  # its scale is no fp16
+@pytest.mark.parametrize("scale", (1e-45, 1e-38, 1e-12))
+def test_weights_below_all_scales_are_stored_as_zeros(weight_type: WeightType, scale: float) -> None:
+    for pattern in patterns().values():
+        zeros = kt.quantize(torch.zeros_like(pattern), weight_type)
+        values = oracle_dequantize(kt.quantize(pattern * scale, weight_type), weight_type)
+        assert not values.any()
+        if scale < 2**-126:  # subnormal: no code is defined, so all are those of zeros
+            assert torch.equal(kt.quantize(pattern.abs() * scale, weight_type), zeros)
+
+
 def test_conversions_of_float_types_and_strides(isa: str) -> None:
     weight = torch.randn(6, 40)
     for t, dtype in (
@@ -378,6 +455,26 @@ def test_pack_into_memory_of_the_caller() -> None:
     out = torch.empty(ops.packed_shape(WeightType.Q4_1, 20, 96), dtype=torch.uint8)
     assert kt._pack_out(out, rows, WeightType.Q4_1) is None
     assert torch.equal(out, kt.pack(rows, WeightType.Q4_1))
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+def test_packed_weights_in_any_memory(weight_type: WeightType) -> None:
+    k = whole_blocks(weight_type, 96)
+    rows, x = random_rows(33, k, weight_type), torch.randn(2, k)
+    panels = kt.pack(rows, weight_type)
+    expected, floats = kt.linear(x, rows, None, weight_type), oracle_dequantize(rows, weight_type)
+    count, width = panels.shape
+    wide = torch.zeros(2 * count, width + 7, dtype=torch.uint8)
+    views = [wide[::2, 3:-4], torch.empty_like(panels.t()).t()]
+    views += [torch.empty(panels.numel() + 64, dtype=torch.uint8)[i : i - 64].view_as(panels) for i in (1, 8, 32)]
+    for view in views:
+        view.copy_(panels)
+        assert torch.equal(kt.linear_packed(x, view, None, 33, k, weight_type), expected)
+        assert torch.equal(kt.unpack(view, 33, k, weight_type), rows)
+        y = kt.embedding_packed(torch.arange(33), view, 33, k, weight_type, torch.float32)
+        assert torch.equal(y, floats)
+    assert torch.equal(kt.linear_packed(x, panels[1:], None, 17, k, weight_type), expected[:, 16:])
+    assert torch.equal(kt.unpack(panels[1:2], 16, k, weight_type), rows[16:32])
 
 
 def test_geometry_matches_gguf() -> None:
@@ -573,6 +670,27 @@ def test_meta_tensors_give_shapes() -> None:
     rows = torch.empty(20, 36, device="meta", dtype=torch.uint8)
     y = kt.linear(x, rows, None, WeightType.Q4_0)
     assert y.device.type == "meta" and y.shape == (2, 3, 20) and y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+def test_fake_kernels_give_what_the_kernels_give(weight_type: WeightType) -> None:
+    t, k = int(weight_type), whole_blocks(weight_type, 96)
+    rows, x, indices = random_rows(17, k, weight_type), torch.randn(2, 3, k).half(), torch.tensor([[0, 16, 3]])
+    panels = kt.pack(rows, t)
+    calls = [
+        (kt.linear, x, rows, None, t),
+        (kt.linear_packed, x, panels, None, 17, k, t),
+        (kt.pack, rows, t),
+        (kt.unpack, panels, 17, k, t),
+        (kt.dequantize, rows, t, torch.bfloat16),
+        (kt.embedding, indices, rows, t, torch.float16),
+        (kt.embedding_packed, indices, panels, 17, k, t, torch.float32),
+    ]
+    if ops.can_quantize(weight_type):
+        calls.append((kt.quantize, x, t))
+    for op, *args in calls:
+        real, fake = op(*args), op(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args))
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype), op
 
 
 def test_limits_are_positive(isa: str) -> None:

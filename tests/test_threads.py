@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from test_ops import QUANTIZED, random_rows, whole_blocks
 
 import ktlinear  # noqa: F401
 from ktlinear import WeightType
@@ -55,6 +56,23 @@ def test_same_bits_for_any_number_of_threads(isa: str, m: int, restore_threads: 
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+def test_same_bits_for_any_number_of_threads_in_every_type(weight_type: WeightType, restore_threads: None) -> None:
+    n, k, t = 333, whole_blocks(weight_type, 1056), int(weight_type)
+    rows = random_rows(n, k, weight_type)
+    inputs = [torch.randn(m, k) for m in (1, 5, 40)]
+    results = []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        panels = kt.pack(rows, t)
+        results.append([panels, kt.unpack(panels, n, k, t), kt.dequantize(rows, t, torch.float16)])
+        for x in inputs:
+            results[-1] += [kt.linear(x, rows, None, t), kt.linear_packed(x, panels, None, n, k, t)]
+    assert torch.equal(results[0][1], rows)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_exactly_one_openmp_runtime() -> None:
