@@ -410,10 +410,10 @@ def patterns() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("weight_type", QUANTIZABLE)
-@pytest.mark.parametrize("scale", (1e-4, 1.0, 65504.0))
+@pytest.mark.parametrize("scale", (1e-2, 1.0, 65504.0))
 def test_no_pattern_misleads_a_quantizer(weight_type: WeightType, scale: float) -> None:
     """No value is off by more than a step of so many bits; where gguf has a quantizer, it says the same."""
-    step = {2: 1.0, 3: 0.5, 4: 0.2, 5: 0.1, 6: 0.05, 8: 0.02}[round(8 * ops.row_bytes(weight_type, 256) / 256)]
+    step = {1: 0.6, 2: 0.5, 3: 0.3, 4: 0.3, 5: 0.1, 6: 0.05, 8: 0.01}[8 * ops.row_bytes(weight_type, 256) // 256]
     for name, pattern in patterns().items():
         weight = pattern * scale
         values = oracle_dequantize(kt.quantize(weight, weight_type), weight_type)

@@ -125,12 +125,17 @@ void products(const Tier& tier, const FormatInfo& f, const Exact& rows, int64_t 
   if (special >= 0) store_float(x, p.x_type, special * p.ldx + k / 2, shape % 2 ? NAN : INFINITY);
   p.x = x.as();
   if (shape % 5) p.bias = bias.as();
+  std::vector<int64_t> reversed(static_cast<size_t>(m));
+  for (int64_t i = 0; i < m; i++) reversed[static_cast<size_t>(i)] = m - 1 - i;
   const Kernels& kernels = is_float(f.type) ? *tier.sgemm : *tier.mixmul;
   for (int exact = 0; exact < (is_float(f.type) ? 1 : 2); exact++) {
     p.exact = exact;
     p.packed = false, p.w = rows.as(), p.ldw = ldw;
     const Exact y = compute(kernels, p, false);
     check(compute(kernels, p, true) == y, f, "the bits depend on the partition", m, n, k);
+    p.x_rows = p.y_rows = reversed.data();
+    check(compute(kernels, p, false) == y, f, "rows in another order give other values", m, n, k);
+    p.x_rows = p.y_rows = nullptr;
     for (int64_t c = 0; c < n && special >= 0; c++)
       check(!std::isfinite(value(p, y, special, c)), f, "NaN or infinity was made finite", m, n, k);
     if (!panels) continue;
