@@ -62,15 +62,16 @@ struct FloatRows {
 inline constexpr int kDotRows = 4;           // rows of W at once: four sequential streams a thread
 inline constexpr int kDotChunk = 512;        // K per pass where several tiles of x share the rows of W in L1
 inline constexpr int64_t kDotCached = 64 << 10;  // bytes of W that need no software prefetch
-inline constexpr int kDotAhead = 1024;       // bytes of software prefetch: weights come from memory, once
+inline constexpr int kDotAhead = 2048;       // bytes of software prefetch: weights come from memory, once
 
 KT_INLINE int64_t padded(int64_t k) { return ceil_div(k, kLanes) * kLanes; }
 
 // c[R][NW] += x[R][kc] . W[NW][kc]. Per kLanes of K: NW weight loads, R loads of x, R * NW FMAs.
-// Rows [f0, f1) of W are fetched `ahead` bytes further on.
+// Rows [f0, f1) of W are fetched `ahead` bytes further on: to L2 from far ahead, since more lines can be on their way
+// there than to L1; to L1 where other tiles still work on the lines before.
 template <Type T, int R, int NW>
 KT_INLINE void dots(const char* w, int64_t ldw, const float* x, int64_t ldx, int64_t kc, F32* c, bool accumulate, int f0,
-                    int f1, int64_t ahead) {
+                    int f1, int64_t ahead, bool to_l2) {
   F32 acc[R][NW];
   KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int j = 0; j < NW; j++)
     acc[r][j] = accumulate ? c[r * kDotRows + j] : zero();
@@ -85,7 +86,10 @@ KT_INLINE void dots(const char* w, int64_t ldw, const float* x, int64_t ldx, int
   constexpr int kLine = 64 / element_bytes(T);  // elements a cache line; a multiple of kLanes
   int64_t k = 0;
   for (; k + kLine <= kc; k += kLine) {
-    for (int j = f0; j < f1; j++) prefetch_l1(w + j * ldw + k * element_bytes(T) + ahead);
+    for (int j = f0; j < f1; j++) {
+      const char* fetch = w + j * ldw + k * element_bytes(T) + ahead;
+      to_l2 ? prefetch_l2(fetch) : prefetch_l1(fetch);
+    }
     KT_UNROLL for (int i = 0; i < kLine; i += kLanes) step(k + i, [](const char* p) KT_ALWAYS_INLINE_LAMBDA { return load_weight<T>(p); });
   }
   for (; k + kLanes <= kc; k += kLanes) step(k, [](const char* p) KT_ALWAYS_INLINE_LAMBDA { return load_weight<T>(p); });
@@ -98,9 +102,9 @@ KT_INLINE void dots(const char* w, int64_t ldw, const float* x, int64_t ldx, int
 
 template <Type T, int NW>
 KT_NOINLINE void dots_rows(int rows, const char* w, int64_t ldw, const float* x, int64_t ldx, int64_t kc, F32* c,
-                           bool accumulate, int f0, int f1, int64_t ahead) {
+                           bool accumulate, int f0, int f1, int64_t ahead, bool to_l2) {
   with_rows<kBlocking.dot_mr>(rows, [&]<int R>() KT_ALWAYS_INLINE_LAMBDA {
-    dots<T, R, NW>(w, ldw, x, ldx, kc, c, accumulate, f0, f1, ahead);
+    dots<T, R, NW>(w, ldw, x, ldx, kc, c, accumulate, f0, f1, ahead, to_l2);
   });
 }
 
@@ -108,19 +112,22 @@ KT_NOINLINE void dots_rows(int rows, const char* w, int64_t ldw, const float* x,
 template <Type T, int NW>
 KT_INLINE void dot_block(const Problem& p, const float* x, F32* c, int64_t n) {
   const int tiles = static_cast<int>(ceil_div(p.m, kBlocking.dot_mr));
-  const int64_t ldx = padded(p.k), chunk = tiles == 1 ? p.k : kDotChunk;
+  const int64_t ldx = padded(p.k), row_bytes = p.k * element_bytes(T);
+  // One tile: one pass over K, of which the end fetches the rows of the next block instead. Several: chunks.
+  const int64_t near = min_of<int64_t>(kDotAhead, row_bytes / 128 * 64);
+  const int64_t chunk = tiles > 1 ? kDotChunk : near > 0 ? (row_bytes - near) / 64 * 64 / element_bytes(T) : p.k;
   const char* w = static_cast<const char*>(p.w) + n * p.ldw;
   const bool cold = p.n * p.ldw > kDotCached;
   for (int64_t k = 0; k < p.k; k += chunk) {
     const int64_t kc = min_of(chunk, p.k - k);
-    // One pass: fetch ahead in the same rows. Several: together they fetch the next chunk, each pass its share of the rows.
-    const int64_t ahead = tiles == 1 ? kDotAhead : k + kc < p.k ? chunk * element_bytes(T)
-                                                                : NW * p.ldw - k * element_bytes(T);
+    // Several tiles fetch the next chunk together, each its share of the rows.
+    const int64_t step = tiles == 1 ? near : kc * element_bytes(T);
+    const int64_t ahead = k + kc < p.k ? step : NW * p.ldw - k * element_bytes(T);
     for (int t = 0; t < tiles; t++) {
       const int64_t row = tile_begin(p.m, tiles, t);
       const int rows = static_cast<int>(tile_begin(p.m, tiles, t + 1) - row);
       dots_rows<T, NW>(rows, w + k * element_bytes(T), p.ldw, x + row * ldx + k, ldx, kc, c + row * kDotRows, k > 0,
-                       NW * t / tiles, cold ? NW * (t + 1) / tiles : 0, ahead);
+                       NW * t / tiles, cold ? NW * (t + 1) / tiles : 0, ahead, tiles == 1);
     }
   }
   for (int64_t m = 0; m < p.m; m++) {
