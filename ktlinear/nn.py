@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _logical, _memory
 from ._logical import LOGICAL_DTYPES, LogicalWeight
-from .ops import WeightType, linear_stored, packed_shape, row_bytes, without_derivatives
+from .ops import FORMATS, WeightType, linear_stored, packed_shape, row_bytes, without_derivatives
 from .ops import weight_type as to_weight_type
 
 __all__ = ["Embedding", "Linear", "linear_group"]
@@ -30,6 +30,9 @@ _Module = nn.Module
 _module_call = nn.Module.__call__
 _tracing_state = torch._C._get_tracing_state
 _linear_packed_group = kt._linear_packed_group.default
+
+FORMAT_VERSION = 1
+"""Of what state dicts and pickles hold: the rows' layout and, in pickles, the panels'."""
 
 FLOAT_DTYPES = {WeightType.F32: torch.float32, WeightType.F16: torch.float16, WeightType.BF16: torch.bfloat16}
 FLOAT_TYPES = {dtype: weight_type for weight_type, dtype in FLOAT_DTYPES.items()}
@@ -112,9 +115,53 @@ class _QuantizedWeight(nn.Module):
         _unpacked[qweight] = (state, weakref.ref(rows), rows._version)
         return rows
 
+    def get_extra_state(self) -> torch.Tensor:
+        """What the bytes of a state dict are: uint8 [2], the version of the format and the GGML id of the type.
+
+        Rows of several types have the same size (Q4_0, IQ4_NL and Q4_K among them), so a state dict has to say it. A
+        tensor, since safetensors files hold nothing else.
+        """
+        return torch.tensor([FORMAT_VERSION, self.weight_type], dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Check that the rows which come with this `get_extra_state` are of this module's type.
+
+        Raises:
+            ValueError: they are not, or of a version that is not known here.
+        """
+        if isinstance(state, torch.Tensor) and state.is_meta:
+            return
+        values = state.tolist() if isinstance(state, torch.Tensor) else state
+        if not isinstance(values, list) or len(values) != 2 or values[0] != FORMAT_VERSION:
+            raise ValueError(
+                f"_extra_state is {values!r}; expected [{FORMAT_VERSION}, {int(self.weight_type)}]: the version of the "
+                "format that this ktlinear reads, and the weight's type"
+            )
+        if values[1] != self.weight_type:
+            given = WeightType(values[1]).name if values[1] in FORMATS else f"of the unknown type {values[1]}"
+            raise ValueError(
+                f"the weight is {given}, and the module's {self.weight_type.name}; load it into a module of the same "
+                "type (weight_type=), or quantize the float weights"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickle holds the packed layout as it is in memory.
+        return super().__getstate__() | {"_format_version": FORMAT_VERSION}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        version = state.pop("_format_version", None)
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"pickle: a {type(self).__name__} of the format version {version}, and this ktlinear reads "
+                f"{FORMAT_VERSION}; save the state_dict with the ktlinear that made it, which later ones can load"
+            )
+        super().__setstate__(state)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._type is not None and self.packed:
+        if self._type is None:
+            del destination[prefix + "_extra_state"]
+        elif self.packed:
             destination[prefix + "qweight"] = self._rows()
 
     def _load_from_state_dict(
@@ -127,10 +174,14 @@ class _QuantizedWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if self._type is not None:
-            state_dict = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
-            key = prefix + "qweight"
-            try:
+        state_dict = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        extra_state = prefix + "_extra_state"
+        described = state_dict.pop(extra_state, None)
+        key = prefix + ("weight" if self._type is None else "qweight")
+        try:
+            if described is not None:
+                self._check_description(key, described)
+            if self._type is not None:
                 if key in state_dict:
                     rows = self._checked_rows(key, state_dict[key])
                 elif prefix + "weight" in state_dict:
@@ -139,12 +190,21 @@ class _QuantizedWeight(nn.Module):
                     rows = None
                 if rows is not None:
                     state_dict[key] = self._load_rows(key, rows, local_metadata)
-            except (ValueError, TypeError) as error:
-                error_msgs.append(str(error))
-                state_dict[key] = self._stored()
+        except (ValueError, TypeError) as error:
+            error_msgs.append(str(error))
+            state_dict[key] = self._stored()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        # Rows that come from elsewhere, and float weights, have no description.
+        if extra_state in missing_keys:
+            missing_keys.remove(extra_state)
+
+    def _check_description(self, key: str, described: Any) -> None:
+        try:
+            self.set_extra_state(described)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
 
     def _checked_rows(self, key: str, rows: torch.Tensor) -> torch.Tensor:
         n, k = self._matrix_shape()

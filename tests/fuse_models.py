@@ -103,7 +103,7 @@ class WrittenAsOutput(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         same = x
         first = self.a(x)
-        torch.neg(self.c.weight[:1], out=same)
+        torch.neg(self.c.weight[:1], out=same[:1])
         return first + self.b(x)
 
 

@@ -309,7 +309,8 @@ def test_share_memory():
 def test_state_dict_holds_gguf_rows(weight_type, packed):
     linear = make_linear()
     state = Linear.from_linear(linear, weight_type, packed=packed).state_dict()
-    assert list(state) == ["qweight", "bias"]
+    assert list(state) == ["qweight", "bias", "_extra_state"]
+    assert state["_extra_state"].tolist() == [1, WeightType[weight_type]]
     assert torch.equal(state["qweight"], rows_of(linear.weight, weight_type))
     assert torch.equal(state["bias"], linear.bias)
 
@@ -361,6 +362,61 @@ def test_bad_state_dict(packed, change, message):
     with pytest.raises(RuntimeError, match=message.replace(".*", "(.|\n)*")):
         module.load_state_dict(change(module.state_dict()))
     assert torch.equal(module.state_dict()["qweight"], before)
+
+
+def test_rows_of_another_type_of_the_same_size(tmp_path):
+    """Q4_0, IQ4_NL and Q4_K rows of 256 elements have 144 bytes."""
+    make = lambda weight_type: Linear.from_linear(nn.Linear(256, 13), weight_type)  # noqa: E731
+    source, target = nn.Sequential(make("Q4_K")), nn.Sequential(make("Q4_0"))
+    before = target.state_dict()["0.qweight"].clone()
+    message = "0.qweight: the weight is Q4_K, and the module's Q4_0"
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=message):
+            target.load_state_dict(source.state_dict(), assign=assign)
+    save_model(source, str(tmp_path / "model.safetensors"))
+    with pytest.raises(RuntimeError, match=message):
+        load_model(target, str(tmp_path / "model.safetensors"))
+    assert torch.equal(target.state_dict()["0.qweight"], before)
+    same = nn.Sequential(make("Q4_K"))
+    load_model(same, str(tmp_path / "model.safetensors"))
+    x = torch.randn(3, 256)
+    assert torch.equal(same(x), source(x))
+    with pytest.raises(RuntimeError, match="the weight is Q4_K, and the module's F32"):
+        nn.Sequential(make("F32")).load_state_dict(source.state_dict())
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_rows_without_a_description(assign):
+    source = Linear.from_linear(make_linear())
+    state = {key: value for key, value in source.state_dict().items() if key != "_extra_state"}
+    target = Linear(96, 37)
+    target.load_state_dict(state, strict=True, assign=assign)
+    assert torch.equal(target.state_dict()["qweight"], state["qweight"])
+
+
+@pytest.mark.parametrize(
+    "state, message",
+    [
+        (torch.tensor([2, 8], dtype=torch.uint8), r"_extra_state is \[2, 8\]; expected \[1, 8\]"),
+        (torch.tensor([1], dtype=torch.uint8), r"_extra_state is \[1\]"),
+        (torch.tensor([1, 99], dtype=torch.uint8), "of the unknown type 99"),
+        ({"type": 8}, "_extra_state is"),
+    ],
+)
+def test_bad_description(state, message):
+    module = Linear(96, 37)
+    with pytest.raises(RuntimeError, match=message):
+        module.load_state_dict(module.state_dict() | {"_extra_state": state})
+
+
+@pytest.mark.parametrize("module", [Linear(96, 37), Embedding(5, 64), Linear(96, 37, weight_type="F16")])
+def test_pickle_of_another_version(module):
+    state = module.__getstate__()
+    assert state["_format_version"] == 1
+    for version in (state | {"_format_version": 2}, {k: v for k, v in state.items() if k != "_format_version"}):
+        with pytest.raises(ValueError, match="format version"):
+            type(module).__new__(type(module)).__setstate__(version)
+    assert "_format_version" not in pickle.loads(pickle.dumps(module)).__dict__
 
 
 def test_state_dict_is_a_snapshot_of_current_bytes():

@@ -136,7 +136,7 @@ def test_modules_that_hold_more_are_left_and_attributes_go_along():
     assert [(r.name, r.note) for r in report.left] == [
         (str(i), f"it holds more than a weight and a bias: {what}") for i, what in enumerate(("running", "gain", "act"))
     ]
-    assert model[3].mark == "mine" and set(model.state_dict()) == keys - {"3.weight"} | {"3.qweight"}
+    assert model[3].mark == "mine" and set(model.state_dict()) == keys - {"3.weight"} | {"3.qweight", "3._extra_state"}
     model[3].mark = "changed"
     ktlinear.unpatch(model)
     assert model[3].mark == "changed" and type(model[3]) is nn.Linear
