@@ -43,4 +43,8 @@ def __getattr__(name: str) -> Any:
         from .loading import from_gguf
 
         return from_gguf
+    if name == "KtConfig":
+        from .integrations.transformers import KtConfig
+
+        return KtConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
-from .ops import WeightType, row_bytes
+from .ops import FORMATS, WeightType, can_quantize, row_bytes
 from .ops import weight_type as to_weight_type
 
-__all__ = ["TypeRules", "fitting_type"]
+__all__ = ["TypeRules", "check_quantized_types", "fitting_type"]
 
 # llama.cpp's rule for rows that a 256-element block does not divide.
 NEXT_BEST = {
@@ -59,6 +59,25 @@ def fitting_type(weight_type: WeightType, k: int) -> WeightType | None:
         except ValueError:
             candidate = NEXT_BEST.get(candidate)
     return None
+
+
+def check_quantized_types(
+    weight_type: WeightType | str | int, rules: Mapping[str, WeightType | str | int | None] | None
+) -> None:
+    """Check that everything asked for is a type that floats can be quantized to.
+
+    Raises:
+        TypeError: `rules` is not a mapping.
+        ValueError: a type that is unknown, a float type, or one without a quantizer.
+    """
+    if rules is not None and not isinstance(rules, Mapping):
+        raise TypeError(f"rules: expected a mapping of name patterns to types, got {type(rules).__name__}")
+    accepted = [t.name for t in WeightType if can_quantize(t) and FORMATS[t].block > 1]
+    asked = {"weight_type": weight_type, **{f"rules[{p!r}]": t for p, t in (rules or {}).items() if t is not None}}
+    for what, value in asked.items():
+        kind = to_weight_type(value)
+        if kind.name not in accepted:
+            raise ValueError(f"{what}: {kind.name} is no type to quantize to; expected one of {', '.join(accepted)}")
 
 
 class TypeRules:

@@ -111,13 +111,14 @@ def type_metadata(tensors: Mapping[str, QuantizedTensor]) -> dict[str, str]:
     return {_VERSION_KEY: VERSION, _TENSORS_KEY: json.dumps(described)}
 
 
-def quantized_tensors(paths: Iterable[str | os.PathLike[str]]) -> dict[str, QuantizedTensor]:
-    """What the metadata of safetensors files say of their quantized tensors; empty if they hold none.
+def quantized_tensors(paths: Iterable[str | os.PathLike[str]]) -> dict[str, QuantizedTensor] | None:
+    """What the metadata of safetensors files say of their quantized tensors; None if they do not say anything.
 
     Raises:
         ValueError: damaged metadata, or a version of the convention that is not known here.
     """
     tensors: dict[str, QuantizedTensor] = {}
+    says = False
     for path in paths:
         metadata = read_header(path).metadata
         version = metadata.get(_VERSION_KEY)
@@ -125,13 +126,14 @@ def quantized_tensors(paths: Iterable[str | os.PathLike[str]]) -> dict[str, Quan
             continue
         if version != VERSION:
             raise ValueError(f"{path}: its ktlinear.version is {version!r}; this ktlinear reads {VERSION!r}")
+        says = True
         try:
             for name, value in json.loads(metadata[_TENSORS_KEY]).items():
                 n, k = value["shape"]
                 tensors[name] = QuantizedTensor(WeightType[value["type"]], (int(n), int(k)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: damaged metadata in {_TENSORS_KEY}: {error!r}") from None
-    return tensors
+    return tensors if says else None
 
 
 def safetensors_files(path: str | os.PathLike[str]) -> list[Path]:
@@ -199,7 +201,7 @@ def load_quantized(model: nn.Module, path: str | os.PathLike[str], *, strict: bo
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     headers = {file: read_header(file) for file in safetensors_files(path)}
     entries = {name: entry for header in headers.values() for name, entry in header.tensors.items()}
-    described = {name: t for name, t in quantized_tensors(headers).items() if name in entries}
+    described = {name: t for name, t in (quantized_tensors(headers) or {}).items() if name in entries}
     if not described:
         raise ValueError(f"{path}: it describes no quantized tensor; load_state_dict loads what is not quantized")
     targets = _targets(model)

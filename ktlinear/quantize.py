@@ -24,6 +24,7 @@ from torch import nn
 from tqdm import tqdm
 
 from . import imatrix as _imatrix
+from ._types import check_quantized_types
 from .checkpoint import (
     DTYPES,
     Entry,
@@ -35,8 +36,7 @@ from .checkpoint import (
     safetensors_files,
     type_metadata,
 )
-from .nn import FLOAT_DTYPES
-from .ops import WeightType, can_quantize, row_bytes
+from .ops import WeightType, row_bytes
 from .ops import weight_type as to_weight_type
 from .patch import _plans, _progress, _unfit_values, format_table
 
@@ -168,7 +168,7 @@ def quantize_checkpoint(
     """
     start = time.monotonic()
     source, target = Path(source), Path(target)
-    _check_types(weight_type, rules)
+    check_quantized_types(weight_type, rules)
     files = safetensors_files(source)
     headers = {file: read_header(file) for file in files}
     _check_paths(source, target)
@@ -180,8 +180,8 @@ def quantize_checkpoint(
         raise ValueError(f"{source}: it is quantized already (quant_method {method!r}); expected a float model")
 
     entries = {name: entry for header in headers.values() for name, entry in header.tensors.items()}
-    skeleton, planned_on = _skeleton(source, config, entries)
-    types, notes = _choose(skeleton, entries, weight_type, rules)
+    skeleton, names, planned_on = _skeleton(source, config, entries)
+    types, notes = _choose(skeleton, names, entries, weight_type, rules)
     if not types:
         some = "; ".join(f"{name}: {note}" for name, note in list(notes.items())[:3])
         raise ValueError(f"{source}: there is nothing to quantize ({some or 'it has no matrix of floats'})")
@@ -207,17 +207,6 @@ def quantize_checkpoint(
     report.rows.sort(key=lambda row: order[row.name])
     report.seconds = time.monotonic() - start
     return report
-
-
-def _check_types(
-    weight_type: WeightType | str | int, rules: Mapping[str, WeightType | str | int | None] | None
-) -> None:
-    asked = {"weight_type": weight_type, **{f"rules[{p!r}]": t for p, t in (rules or {}).items() if t is not None}}
-    for what, value in asked.items():
-        kind = to_weight_type(value)
-        accepted = [t.name for t in WeightType if can_quantize(t) and t not in FLOAT_DTYPES]
-        if kind.name not in accepted:
-            raise ValueError(f"{what}: {kind.name} is no type to quantize to; expected one of {', '.join(accepted)}")
 
 
 def _check_paths(source: Path, target: Path) -> None:
@@ -251,29 +240,34 @@ def _read_config(source: Path) -> dict[str, Any]:
 def _quantization_config(
     weight_type: WeightType | str | int, rules: Mapping[str, WeightType | str | int | None] | None
 ) -> dict[str, Any]:
-    """What `KtConfig` writes, without transformers."""
-    names = {pattern: None if t is None else to_weight_type(t).name for pattern, t in (rules or {}).items()}
+    """What `ktlinear.KtConfig` writes, which needs transformers."""
+    names = [[pattern, None if t is None else to_weight_type(t).name] for pattern, t in (rules or {}).items()]
     return {"quant_method": "ktlinear", "weight_type": to_weight_type(weight_type).name, "rules": names}
 
 
 # Which tensors
 
 
-def _skeleton(source: Path, config: Mapping[str, Any], entries: Mapping[str, Entry]) -> tuple[nn.Module, str]:
-    """A model without memory whose modules have the names of the tensors, and what it was made from."""
+def _skeleton(
+    source: Path, config: Mapping[str, Any], entries: Mapping[str, Entry]
+) -> tuple[nn.Module, Mapping[str, str], str]:
+    """A model without memory, its parameters' names for the tensors that they are, and what it was made from."""
     architectures = config.get("architectures") or []
+    made_from = "the names of the tensors"
     if architectures and config.get("model_type"):
         try:
-            import transformers
+            from transformers import AutoConfig
+
+            from .integrations.transformers import parameter_names, transformers
 
             model_class = getattr(transformers, architectures[0])
             with torch.device("meta"):
-                model = model_class(transformers.AutoConfig.from_pretrained(source))
+                model = model_class(AutoConfig.from_pretrained(source))
+            return model, parameter_names(model, entries), f"transformers' {architectures[0]}"
         except (ImportError, AttributeError, ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return _from_names(entries), f"the names, since transformers does not make {architectures[0]}: {why}"
-        return model, f"transformers' {architectures[0]}"
-    return _from_names(entries), "the names of the tensors"
+            made_from += f", since transformers does not make {architectures[0]}: {why}"
+    return _from_names(entries), {name: name for name in entries}, made_from
 
 
 def _from_names(entries: Mapping[str, Entry]) -> nn.Module:
@@ -305,11 +299,12 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 def _choose(
     skeleton: nn.Module,
+    names: Mapping[str, str],
     entries: Mapping[str, Entry],
     weight_type: WeightType | str | int,
     rules: Mapping[str, WeightType | str | int | None] | None,
 ) -> tuple[dict[str, QuantizedTensor], dict[str, str]]:
-    """What each tensor to be quantized becomes, and notes on matrices."""
+    """What each tensor to be quantized becomes, and notes on matrices; `names` are those in the skeleton."""
     planned: dict[str, tuple[WeightType | None, str]] = {}
     for plan in _plans(skeleton, weight_type, rules):
         for name, _ in plan.members:
@@ -319,11 +314,10 @@ def _choose(
     for name, entry in entries.items():
         if len(entry.shape) < 2:
             continue
-        kind, note = planned.get(name, (None, "not a linear layer"))
-        if name not in known and name not in planned:
-            note = "not a linear layer of the model"
-        if kind is not None and tuple(known[name].shape) != entry.shape:
-            kind, note = None, f"the model has it as {list(known[name].shape)}"
+        there = names.get(name, "")
+        kind, note = planned.get(there, (None, "not a linear layer" if there else "no parameter of the model"))
+        if kind is not None and tuple(known[there].shape) != entry.shape:
+            kind, note = None, f"the model has it as {list(known[there].shape)}"
         if kind is not None and DTYPES.get(entry.dtype) not in _FLOATS:
             kind, note = None, f"{entry.dtype} is not a type that can be quantized"
         if kind is not None:

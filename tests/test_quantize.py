@@ -277,7 +277,7 @@ def test_a_folder_of_shards(folder, tmp_path):
     assert set(index["weight_map"]) == set(tensors)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     config = json.loads((out / "config.json").read_text())
-    assert config["quantization_config"] == {"quant_method": "ktlinear", "weight_type": "Q8_0", "rules": {}}
+    assert config["quantization_config"] == {"quant_method": "ktlinear", "weight_type": "Q8_0", "rules": []}
     assert config["model_type"] == "none-such"
     model = Model(torch.bfloat16)
     ktlinear.load_quantized(model, out)
