@@ -189,11 +189,15 @@ class KtQuantizer(HfQuantizer):  # type: ignore[misc]
             state.pop(target, None)
         modules = dict(model.named_modules())
         for key in [key for key in state if key.endswith("qweight")]:
-            module = modules.get(key.rpartition(".")[0])
+            prefix = key.removesuffix("qweight")
+            module = modules.get(prefix.removesuffix("."))
             if isinstance(module, (Linear, Embedding)):
-                name = key.removesuffix("qweight") + "weight"
-                state[name] = state.pop(key)
-                described[name] = QuantizedTensor(module.weight_type, module._matrix_shape())
+                state[f"{prefix}weight"] = state.pop(key)
+                described[f"{prefix}weight"] = QuantizedTensor(module.weight_type, module._matrix_shape())
+        # The header says it.
+        for name, module in modules.items():
+            if isinstance(module, (Linear, Embedding)):
+                state.pop(f"{name}._extra_state", None)
         # save_pretrained may go on to give them the names of the checkpoint that was loaded.
         markers = {name: torch.empty(0) for name in described}
         final = {id(marker): name for name, marker in revert_weight_conversion(model, markers).items()}
