@@ -107,13 +107,13 @@ FORMATS: dict[WeightType, Format] = {
     WeightType.IQ4_XS: Format(256, 136, 256, 2176),
     WeightType.TQ1_0: Format(256, 54, 256, 896),
     WeightType.TQ2_0: Format(256, 66, 256, 1088),
-    WeightType.IQ2_XXS: Format(256, 66, 256, 1088),
-    WeightType.IQ2_XS: Format(256, 74, 256, 1216),
-    WeightType.IQ2_S: Format(256, 82, 256, 1344),
-    WeightType.IQ3_XXS: Format(256, 98, 256, 1600),
-    WeightType.IQ3_S: Format(256, 110, 256, 1792),
-    WeightType.IQ1_S: Format(256, 50, 256, 832),
-    WeightType.IQ1_M: Format(256, 56, 256, 896),
+    WeightType.IQ2_XXS: Format(256, 66, 256, 1664),
+    WeightType.IQ2_XS: Format(256, 74, 256, 1728),
+    WeightType.IQ2_S: Format(256, 82, 256, 1728),
+    WeightType.IQ3_XXS: Format(256, 98, 256, 2176),
+    WeightType.IQ3_S: Format(256, 110, 256, 2176),
+    WeightType.IQ1_S: Format(256, 50, 256, 1152),
+    WeightType.IQ1_M: Format(256, 56, 256, 1216),
 }
 
 # There is no quantizer for these yet: their rows come from elsewhere.

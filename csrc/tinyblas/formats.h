@@ -196,13 +196,13 @@ inline constexpr FormatInfo kFormats[] = {
     {Type::IQ4_XS, "IQ4_XS", 256, sizeof(BlockIQ4_XS), 256, 2176},
     {Type::TQ1_0, "TQ1_0", 256, sizeof(BlockTQ1_0), 256, 896},
     {Type::TQ2_0, "TQ2_0", 256, sizeof(BlockTQ2_0), 256, 1088},
-    {Type::IQ2_XXS, "IQ2_XXS", 256, sizeof(BlockIQ2_XXS), 256, 1088},
-    {Type::IQ2_XS, "IQ2_XS", 256, sizeof(BlockIQ2_XS), 256, 1216},
-    {Type::IQ2_S, "IQ2_S", 256, sizeof(BlockIQ2_S), 256, 1344},
-    {Type::IQ3_XXS, "IQ3_XXS", 256, sizeof(BlockIQ3_XXS), 256, 1600},
-    {Type::IQ3_S, "IQ3_S", 256, sizeof(BlockIQ3_S), 256, 1792},
-    {Type::IQ1_S, "IQ1_S", 256, sizeof(BlockIQ1_S), 256, 832},
-    {Type::IQ1_M, "IQ1_M", 256, sizeof(BlockIQ1_M), 256, 896},
+    {Type::IQ2_XXS, "IQ2_XXS", 256, sizeof(BlockIQ2_XXS), 256, 1664},
+    {Type::IQ2_XS, "IQ2_XS", 256, sizeof(BlockIQ2_XS), 256, 1728},
+    {Type::IQ2_S, "IQ2_S", 256, sizeof(BlockIQ2_S), 256, 1728},
+    {Type::IQ3_XXS, "IQ3_XXS", 256, sizeof(BlockIQ3_XXS), 256, 2176},
+    {Type::IQ3_S, "IQ3_S", 256, sizeof(BlockIQ3_S), 256, 2176},
+    {Type::IQ1_S, "IQ1_S", 256, sizeof(BlockIQ1_S), 256, 1152},
+    {Type::IQ1_M, "IQ1_M", 256, sizeof(BlockIQ1_M), 256, 1216},
 };
 
 // nullptr if the id is not in the table.

@@ -49,16 +49,6 @@ KT_INLINE F32 gather_f32(const float* table, const uint8_t* index) {
   return _mm256_setr_ps(table[index[0]], table[index[1]], table[index[2]], table[index[3]], table[index[4]],
                         table[index[5]], table[index[6]], table[index[7]]);
 }
-KT_INLINE I32 gather_i32(const uint32_t* table, I32 index) {
-  alignas(16) int32_t i[8];
-  _mm_store_si128(reinterpret_cast<__m128i*>(i), index.lo);
-  _mm_store_si128(reinterpret_cast<__m128i*>(i + 4), index.hi);
-  auto four = [&](const int32_t* j) {
-    return _mm_setr_epi32(static_cast<int32_t>(table[j[0]]), static_cast<int32_t>(table[j[1]]),
-                          static_cast<int32_t>(table[j[2]]), static_cast<int32_t>(table[j[3]]));
-  };
-  return {four(i), four(i + 4)};
-}
 KT_INLINE I32 shift_right_32(I32 v, int n) {
   const __m128i count = _mm_cvtsi32_si128(n);
   return {_mm_srl_epi32(v.lo, count), _mm_srl_epi32(v.hi, count)};

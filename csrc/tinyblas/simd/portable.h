@@ -16,7 +16,7 @@
 //   mul_low_16, mul_high_u16       of 16-bit units: the product's low half; the high half of the unsigned product
 //   table16(t), lookup16(table, i) a table of 16 bytes, looked up with bytes below 16
 //   load_u8, load_s8               kLanes bytes, widened to 32-bit lanes
-//   gather_f32(table, p)           table[p[lane]] for kLanes bytes at p; gather_i32(table, i) table[i] for each lane
+//   gather_f32(table, p)           table[p[lane]] for kLanes bytes at p
 // Tiers with an int8 product worth using add a simd/*_dot.h, which defines KT_HAS_DOT (see there).
 #pragma once
 
@@ -93,10 +93,6 @@ KT_INLINE I32 load_s8(const uint8_t* p) {
 }
 KT_INLINE F32 gather_f32(const float* table, const uint8_t* index) {
   return F32{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
-}
-KT_INLINE I32 gather_i32(const uint32_t* table, I32 index) {
-  return I32{static_cast<int32_t>(table[index[0]]), static_cast<int32_t>(table[index[1]]),
-             static_cast<int32_t>(table[index[2]]), static_cast<int32_t>(table[index[3]])};
 }
 template <int N>
 KT_INLINE I32 shift_right_32(I32 v) {  // logical
