@@ -105,7 +105,7 @@ FORMATS: dict[WeightType, Format] = {
     WeightType.MXFP4: Format(32, 17, 128, 1088),
     WeightType.NVFP4: Format(64, 36, 64, 576),
     WeightType.IQ4_XS: Format(256, 136, 256, 2176),
-    WeightType.TQ1_0: Format(256, 54, 256, 896),
+    WeightType.TQ1_0: Format(256, 54, 256, 1088),
     WeightType.TQ2_0: Format(256, 66, 256, 1088),
     WeightType.IQ2_XXS: Format(256, 66, 256, 1664),
     WeightType.IQ2_XS: Format(256, 74, 256, 1728),

@@ -194,7 +194,7 @@ inline constexpr FormatInfo kFormats[] = {
     {Type::MXFP4, "MXFP4", 32, sizeof(BlockMXFP4), 128, 1088},
     {Type::NVFP4, "NVFP4", 64, sizeof(BlockNVFP4), 64, 576},
     {Type::IQ4_XS, "IQ4_XS", 256, sizeof(BlockIQ4_XS), 256, 2176},
-    {Type::TQ1_0, "TQ1_0", 256, sizeof(BlockTQ1_0), 256, 896},
+    {Type::TQ1_0, "TQ1_0", 256, sizeof(BlockTQ1_0), 256, 1088},
     {Type::TQ2_0, "TQ2_0", 256, sizeof(BlockTQ2_0), 256, 1088},
     {Type::IQ2_XXS, "IQ2_XXS", 256, sizeof(BlockIQ2_XXS), 256, 1664},
     {Type::IQ2_XS, "IQ2_XS", 256, sizeof(BlockIQ2_XS), 256, 1728},
