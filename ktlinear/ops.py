@@ -263,6 +263,10 @@ def linear_stored(
     with_autograd = _is_grad_enabled() and (
         input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
+    if with_autograd and not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if packed_shape is None:
+            return _linear_function(input, weight, bias, weight_type)
+        return _linear_packed_function(input, weight, bias, *packed_shape, weight_type)
     if packed_shape is None:
         return (_linear_with_autograd if with_autograd else _linear)(input, weight, bias, weight_type)
     out_features, in_features = packed_shape
@@ -539,8 +543,9 @@ def _matrix(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
 
 
-def _gradients(ctx: Any, grad: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    input, _ = ctx.saved_tensors
+def _gradients(
+    ctx: Any, grad: Tensor, input: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     grad_input = grad_weight = grad_bias = None
     if weight is not None:
         grad_input = torch.matmul(grad, weight)
@@ -555,19 +560,37 @@ def _gradients(ctx: Any, grad: Tensor, weight: Tensor | None) -> tuple[Tensor | 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (weight_type,) = ctx.rest
-    _, weight = ctx.saved_tensors
+    input, weight = ctx.saved_tensors  # once: gradient checkpointing gives them out no second time
     floats = None if weight is None else _float_weight(weight, weight_type, grad.dtype)
-    return (*_gradients(ctx, grad, floats), None)
+    return (*_gradients(ctx, grad, input, floats), None)
 
 
 def _linear_packed_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     out_features, in_features, weight_type = ctx.rest
-    _, weight = ctx.saved_tensors
+    input, weight = ctx.saved_tensors
     floats = None
     if weight is not None:
         rows = torch.ops.kt.unpack(weight, out_features, in_features, weight_type)
         floats = _float_weight(rows, weight_type, grad.dtype)
-    return (*_gradients(ctx, grad, floats), None, None, None)
+    return (*_gradients(ctx, grad, input, floats), None, None, None)
+
+
+def _function(operator: Any, gradients: Any) -> Any:
+    """The operator as a function that torch.func.grad and vjp take: register_autograd makes none that they do."""
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return operator(*args)
+
+        setup_context = staticmethod(_save_for_backward)
+        backward = staticmethod(gradients)
+
+    return Linear.apply
+
+
+_linear_function = _function(_linear, _linear_backward)
+_linear_packed_function = _function(_linear_packed, _linear_packed_backward)
 
 
 # Of experts: the gradient of each choice [T, top_k, K], then the sum over a token's choices if they had one input; and
