@@ -152,7 +152,9 @@ KT_INLINE const void* start_of(const float* meta, int i) {
 
 // ---------------------------------------------------------------- small M: weights decoded in registers
 
-inline constexpr int kDirectAhead = 2304;  // bytes of software prefetch; a constant, or the addresses fill the registers
+// Bytes of software prefetch, to L2: more lines can be on their way there than to L1. A constant, or the addresses fill
+// the registers.
+inline constexpr int kDirectAhead = 3072;
 inline constexpr int kDirectWhole = 1 << 20;  // K slice of a single tile on packed weights: as good as all of it
 inline constexpr int kDirectKC = 512;  // K slice that several tiles of x, or rows packed into scratch, share in L1
 
@@ -204,7 +206,7 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
               // Spread over the steps: all at once they would wait for a free line buffer, and the products with them.
               if (v == 0) {
                 opaque(fetch);
-                for (int l = share * S / 8; l < share * (S + 1) / 8; l++) prefetch_l1(fetch + l * 64);
+                for (int l = share * S / 8; l < share * (S + 1) / 8; l++) prefetch_l2(fetch + l * 64);
               }
               const I32 u = Dot::weight(D::template code<S>(rec, g, v));
               KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::one(a[r], u, x + r * 32 + S * 4);
