@@ -128,8 +128,10 @@ def experts_block(cells: list[Cell]) -> str:
         rows = []
         for (name,), of_type in group(cells, "type").items():
             by_m = {c["m"]: metric(c) for c in of_type}
-            rows.append((name, ["" if (v := by_m.get(m)) is None else form.format(v) for m in ms]))
-        blocks.append(f" {title}\n" + table([f"T={m}" for m in ms], rows))
+            if None not in by_m.values():
+                rows.append((name, [form.format(by_m[m]) for m in ms]))
+        if rows:
+            blocks.append(f" {title}\n" + table([f"T={m}" for m in ms], rows))
     return "\n".join(blocks)
 
 
