@@ -156,7 +156,8 @@ KT_INLINE const void* start_of(const float* meta, int i) {
 // the registers.
 inline constexpr int kDirectAhead = 3072;
 inline constexpr int kDirectWhole = 1 << 20;  // K slice of a single tile on packed weights: as good as all of it
-inline constexpr int kDirectKC = 512;  // K slice that several tiles of x, or rows packed into scratch, share in L1
+inline constexpr int kPlainKC = 1024;  // of plain rows, packed into scratch: longer runs of each row, in L2
+inline constexpr int kDirectKC = 512;  // K slice that several tiles of x share in L1
 
 // Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums and R int32 ones per vector of a panel:
 // at most 24 of 32 registers. Eight streams are no faster at M = 1 on large matrices, and slower on 576 x 576, where a thread has
@@ -397,7 +398,7 @@ KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
   if (p.m <= min_of(kBlocking.direct_max, D::kDirectRows == 8 ? 16 : D::kDirectRows)) {
     plan.path = kDirect;
     plan.tiles = static_cast<int>(ceil_div(p.m, D::kDirectRows));
-    plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? min_of<int64_t>(p.k, kDirectWhole) : min_of<int64_t>(kDirectKC, p.k));
+    plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? min_of<int64_t>(p.k, kDirectWhole) : min_of<int64_t>(p.packed ? kDirectKC : kPlainKC, p.k));
     plan.block_panels = streams(static_cast<int>(ceil_div(p.m, plan.tiles)));
     plan.prepare_units = plan.tiles;
     plan.compute_units = panel_count(p.n);

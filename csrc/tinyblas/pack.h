@@ -15,27 +15,47 @@ KT_INLINE void unpack_from_panel(const uint8_t* panel, int64_t row, int64_t b, u
                   static_cast<int>(row % kPanelRows), block);
 }
 
+template <class D>
+KT_INLINE void pack_one(const uint8_t* block, uint8_t* record, int index, int row) {
+  if constexpr (requires { D::pack(OneRow{block, row}, record, index); })
+    D::pack(OneRow{block, row}, record, index);
+  else
+    D::pack_block(block, record, index, row);
+}
+
 // Records [begin, end) of one panel from `valid` <= 16 rows; missing rows and the K padding of the last record become zero blocks.
 // As many bytes of each row are fetched `ahead` bytes further on: sixteen short strided streams are too many for the hardware.
 template <class D>
-KT_INLINE void pack_records(const uint8_t* rows, int64_t ldw, int valid, int64_t k, int64_t begin, int64_t end,
-                            uint8_t* out, int64_t ahead) {
+KT_NOINLINE void pack_records(const uint8_t* rows, int64_t ldw, int valid, int64_t k, int64_t begin, int64_t end,
+                              uint8_t* out, int64_t ahead) {
   constexpr int64_t block_bytes = D::kBlockBytes, blocks_per_record = kBlocksPerRecord<D>;
-  const int64_t blocks = k / D::kBlock;
-  const int64_t b0 = begin * blocks_per_record, b1 = min_of(blocks, end * blocks_per_record);
-  if (valid < kPanelRows || b1 < end * blocks_per_record) {
-    const uint8_t nothing[block_bytes] = {};
-    for (int64_t b = 0; b < (end - begin) * blocks_per_record; b++)
-      for (int r = 0; r < kPanelRows; r++)
-        D::pack_block(nothing, out + b / blocks_per_record * D::kRecordBytes, static_cast<int>(b % blocks_per_record),
-                      r);
-  }
-  for (int r = 0; r < valid; r++) {
-    const uint8_t* block = rows + r * ldw + b0 * block_bytes;
-    for (int64_t o = 0; o < (b1 - b0) * block_bytes; o += 64) prefetch_l1(block + ahead + o);
-    for (int64_t b = b0; b < b1; b++, block += block_bytes)
-      D::pack_block(block, out + (b - b0) / blocks_per_record * D::kRecordBytes,
-                    static_cast<int>((b - b0) % blocks_per_record), r);
+  const int64_t b0 = begin * blocks_per_record, b1 = end * blocks_per_record, known = min_of(k / D::kBlock, b1);
+  const uint8_t nothing[block_bytes] = {};
+  auto fetch = [&](const uint8_t* block) KT_ALWAYS_INLINE_LAMBDA {
+  KT_UNROLL for (int64_t o = 0; o < block_bytes; o += 64) prefetch_l2(block + ahead + o);
+  };
+  for (int64_t b = b0; b < b1; b++) {
+    uint8_t* record = out + (b - b0) / blocks_per_record * D::kRecordBytes;
+    const int index = static_cast<int>((b - b0) % blocks_per_record);
+    const uint8_t* block = rows + b * block_bytes;
+    if constexpr (requires { D::pack(OneRow{block, 0}, record, index); }) {
+      if (valid == kPanelRows && b < known) {
+        KT_UNROLL for (int v = 0; v < kPanelRows / kLanes; v++) {
+          if (block_bytes >= 64 || index % (64 / block_bytes) == 0)
+            KT_UNROLL for (int r = 0; r < kLanes; r++) fetch(block + (v * kLanes + r) * ldw);
+          D::pack(VectorOfRows{block + v * kLanes * ldw, ldw, v}, record, index);
+        }
+        continue;
+      }
+    }
+    for (int r = 0; r < kPanelRows; r++, block += ldw) {
+      if (r < valid && b < known) {
+        fetch(block);
+        pack_one<D>(block, record, index, r);
+      } else {
+        pack_one<D>(nothing, record, index, r);
+      }
+    }
   }
 }
 

@@ -8,6 +8,17 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 enum Path { kExact, kDirect, kInt8 };
 
+// The format that a view of it is packed as.
+template <class D>
+struct StoredAs {
+  using type = D;
+};
+template <class D>
+  requires requires { typename D::Stored; }
+struct StoredAs<D> {
+  using type = typename D::Stored;
+};
+
 // Records of 16 rows of W from row n on, for K in [k, k + kc): where they lie in a packed matrix, or packed into `scratch` first.
 template <class D>
 struct Records {
@@ -22,8 +33,8 @@ struct Records {
     const int valid = static_cast<int>(min_of<int64_t>(kPanelRows, p.n - n));
     const int64_t row = k / D::kBlock * D::kBlockBytes, slice = kc / D::kBlock * D::kBlockBytes;
     const int64_t ahead = k + kc < p.k ? slice : kPanelRows * p.ldw - row;
-    pack_records<D>(static_cast<const uint8_t*>(p.w) + n * p.ldw, p.ldw, valid, p.k, k / kK, ceil_div(k + kc, kK),
-                    scratch, ahead);
+    pack_records<typename StoredAs<D>::type>(static_cast<const uint8_t*>(p.w) + n * p.ldw, p.ldw, valid, p.k, k / kK,
+                                             ceil_div(k + kc, kK), scratch, ahead);
     return scratch;
   }
   NextSlice next(int64_t n, int64_t k, int64_t kc, int64_t panels) const {

@@ -48,9 +48,11 @@ static_assert(kE8M0.value[127] == 0.5f && kE4M3.value[0x38] == 0.5f && kE4M3.val
 namespace ktlinear::tinyblas::KT_TIER {
 
 // 16 bytes of nibbles, as in Q4_0, <-> one row of a group.
-KT_INLINE void put_quarters(uint8_t* group, int row, const uint8_t* qs) {
-  KT_UNROLL for (int j = 0; j < 4; j++)
-      std::memcpy(group + j * 64 + row * 4, qs + j * 4, 4);
+template <class Rows>
+KT_INLINE void put_quarters(const Rows& rows, int offset, uint8_t* group) {
+  typename Rows::W w[4];
+  rows.load(offset, w);
+  KT_UNROLL for (int j = 0; j < 4; j++) rows.put(group + j * 64, w[j]);
 }
 KT_INLINE void get_quarters(const uint8_t *group, int row, uint8_t *qs) {
   KT_UNROLL for (int j = 0; j < 4; j++)
@@ -124,10 +126,12 @@ struct IQ4_NL : Codebook<kLevelsIQ4, 128, 241, 2, 1> {
   KT_INLINE static F32 scale(const uint8_t *record, int group, int, int v) {
     return load_halves(record + kNibbleBytes + group * 32, v);
   }
-  KT_INLINE static void pack_block(const uint8_t *block, uint8_t *record,
-                                   int index, int row) {
-    put_quarters(record + index * 256, row, block + 2);
-    std::memcpy(record + kNibbleBytes + index * 32 + row * 2, block, 2);
+  template <class Rows>
+  KT_INLINE static void pack(const Rows& rows, uint8_t* record, int index) {
+    typename Rows::W head[4];
+    rows.load(0, head);
+    rows.put_half(record + kNibbleBytes + index * 32, head[0]);
+    put_quarters(rows, 2, record + index * 256);
   }
   KT_INLINE static void unpack_block(const uint8_t *record, int index, int row,
                                      uint8_t *block) {
@@ -156,10 +160,12 @@ struct MXFP4 : Codebook<kLevelsE2M1, 12, 24, 4, 1> {
     return gather_f32(kE8M0.value,
                       record + kNibbleBytes + group * 16 + v * kLanes);
   }
-  KT_INLINE static void pack_block(const uint8_t *block, uint8_t *record,
-                                   int index, int row) {
-    put_quarters(record + index * 256, row, block + 1);
-    record[kNibbleBytes + index * 16 + row] = block[0];
+  template <class Rows>
+  KT_INLINE static void pack(const Rows& rows, uint8_t* record, int index) {
+    typename Rows::W head[4];
+    rows.load(0, head);
+    rows.put_byte(record + kNibbleBytes + index * 16, head[0]);
+    put_quarters(rows, 1, record + index * 256);
   }
   KT_INLINE static void unpack_block(const uint8_t *record, int index, int row,
                                      uint8_t *block) {
@@ -213,21 +219,20 @@ struct NVFP4 : Codebook<kLevelsE2M1, 12, 24, 2, 2> {
   }
   // Words a0 a1 of the first sub-block and b0 b1 of the second <-> quarters a0l:b0l a1l:b1l a0h:b0h a1h:b1h (low:high
   // nibbles).
-  KT_INLINE static void pack_block(const uint8_t *block, uint8_t *record, int,
-                                   int row) {
-    constexpr uint32_t low = 0x0F0F0F0Fu;
+  template <class Rows>
+  KT_INLINE static void pack(const Rows& rows, uint8_t* record, int) {
+    typename Rows::W w[4];
+    rows.load(0, w);
+    rows.put_bytes(record + kNibbleBytes, w[0]);
+    const auto low = Rows::all(0x0F0F0F0F), high = Rows::all(0xF0F0F0F0);
     KT_UNROLL for (int g = 0; g < 2; g++) {
+      rows.load(4 + g * 16, w);  // a0 a1 b0 b1
       KT_UNROLL for (int j = 0; j < 2; j++) {
-        const uint32_t a = load_as<uint32_t>(block + 4 + g * 16 + j * 4),
-                       b = load_as<uint32_t>(block + 12 + g * 16 + j * 4);
-        const uint32_t first = (a & low) | (b & low) << 4,
-                       second = (a >> 4 & low) | (b & ~low);
-        std::memcpy(record + g * 256 + j * 64 + row * 4, &first, 4);
-        std::memcpy(record + g * 256 + (j + 2) * 64 + row * 4, &second, 4);
+        uint8_t* quarter = record + g * 256 + j * 64;
+        rows.put(quarter, bor(band(w[j], low), shift_left_32<4>(band(w[j + 2], low))));
+        rows.put(quarter + 128, bor(band(shift_right_32<4>(w[j]), low), band(w[j + 2], high)));
       }
     }
-    KT_UNROLL for (int i = 0; i < 4; i++) record[kNibbleBytes + i * 16 + row] =
-        block[i];
   }
   KT_INLINE static void unpack_block(const uint8_t *record, int, int row,
                                      uint8_t *block) {
@@ -276,16 +281,15 @@ struct IQ4_XS : Codebook<kLevelsIQ4, 128, 241, 8, 1> {
     return mul(load_halves(record + kScaleBytes, v),
                sub(to_f32(code), set1(32.f)));
   }
-  // block: d, two bytes of high bits, four of low bits, nibbles
-  KT_INLINE static void pack_block(const uint8_t *block, uint8_t *record, int,
-                                   int row) {
-    KT_UNROLL for (int g = 0; g < 8; g++)
-        put_quarters(record + g * 256, row, block + 8 + g * 16);
-    KT_UNROLL for (int i = 0; i < 4; i++) record[kLowBytes + i * 16 + row] =
-        block[4 + i];
-    KT_UNROLL for (int i = 0; i < 2; i++) record[kHighBytes + i * 16 + row] =
-        block[2 + i];
-    std::memcpy(record + kScaleBytes + row * 2, block, 2);
+  template <class Rows>
+  KT_INLINE static void pack(const Rows& rows, uint8_t* record, int) {
+    typename Rows::W head[4];
+    rows.load(0, head);  // d, two bytes of high bits, four of low bits
+    rows.put_half(record + kScaleBytes, head[0]);
+    rows.put_bytes(record + kLowBytes, head[1]);
+    KT_UNROLL for (int i = 0; i < 2; i++)
+      rows.put_byte(record + kHighBytes + i * 16, i == 0 ? shift_right_32<16>(head[0]) : shift_right_32<24>(head[0]));
+    KT_UNROLL for (int g = 0; g < 8; g++) put_quarters(rows, 8 + g * 16, record + g * 256);
   }
   KT_INLINE static void unpack_block(const uint8_t *record, int, int row,
                                      uint8_t *block) {

@@ -4,8 +4,8 @@
 // Packed record, eight groups (256 elements) of 16 rows. What all groups share comes first: a group reads it anew.
 //   Q2_K   1344 bytes   | 16 d | 16 -dmin | 16 x [16 rows] sc | m << 4 | 8 x { crumbs } |
 //   Q3_K   1856 bytes   | 16 d | 32 bytes unused | 16 x [16 rows] int8 sc | 8 x { crumbs, bits } |
-//   Q4_K   2368 bytes   | 16 d | 16 -dmin | 8 x { [16 rows] sc, [16 rows] m } | 8 x { nibbles } |
-//   Q5_K   2880 bytes   | 16 d | 16 -dmin | 8 x { [16 rows] sc, [16 rows] m } | 8 x { nibbles, bits } |
+//   Q4_K   2368 bytes   | 16 d | 16 -dmin | 8 x [16 rows] sc | 8 x [16 rows] m | 8 x { nibbles } |
+//   Q5_K   2880 bytes   | 16 d | 16 -dmin | 8 x [16 rows] sc | 8 x [16 rows] m | 8 x { nibbles, bits } |
 //   Q6_K   3392 bytes   | 16 d | 32 bytes unused | 16 x [16 rows] int8 sc | 8 x { nibbles, crumbs } |
 // d and dmin are fp16; dmin has its sign turned, so that a minimum is one product. sc and m of six bits are whole bytes,
 // which a vector widens in one instruction; with the unused bytes (records are multiples of 64) that makes Q3_K 5.5 %
@@ -24,18 +24,23 @@
 namespace ktlinear::tinyblas::KT_TIER {
 
 // Field j of each byte of word i <-> field i of the same byte of word j; fields of BITS bits, 8 / BITS words.
-template <int BITS>
-KT_INLINE void transpose_fields(uint32_t (&w)[8 / BITS]) {
-  KT_UNROLL for (int shift = 4; shift >= BITS; shift /= 2) {
-    const uint32_t mask = shift == 4 ? 0x0F0F0F0Fu : shift == 2 ? 0x33333333u : 0x55555555u;
-    const int distance = shift / BITS;
-    KT_UNROLL for (int i = 0; i < 8 / BITS; i++) {
-      if (i & distance) continue;
-      const uint32_t t = (w[i] >> shift ^ w[i + distance]) & mask;
-      w[i + distance] ^= t;
-      w[i] ^= t << shift;
+template <int BITS, class Rows>
+KT_INLINE void transpose_fields(typename Rows::W (&w)[8 / BITS]) {
+  auto level = [&]<int SHIFT>() KT_ALWAYS_INLINE_LAMBDA {
+    if constexpr (SHIFT >= BITS) {
+      const auto mask = Rows::all(SHIFT == 4 ? 0x0F0F0F0Fu : SHIFT == 2 ? 0x33333333u : 0x55555555u);
+      constexpr int distance = SHIFT / BITS;
+  KT_UNROLL for (int i = 0; i < 8 / BITS; i++) {
+        if (i & distance) continue;
+        const auto t = band(bxor(shift_right_32<SHIFT>(w[i]), w[i + distance]), mask);
+        w[i + distance] = bxor(w[i + distance], t);
+        w[i] = bxor(w[i], shift_left_32<SHIFT>(t));
+      }
     }
-  }
+  };
+  level.template operator()<4>();
+  level.template operator()<2>();
+  level.template operator()<1>();
 }
 
 // Which step is field i of part j, 64 bytes of a piece: nibbles hold steps j and j + 4, crumbs 4j to 4j + 3.
@@ -44,16 +49,19 @@ constexpr int word_of(int j, int i) {
   return BITS == 4 ? i * 4 + j : j * (8 / BITS) + i;
 }
 
-// The 8 / BITS groups that share 32 bytes of a GGUF block <-> their pieces, `stride` bytes apart; `pieces` is the row's
-// place in the first.
-template <int BITS>
-KT_INLINE void put_groups(const uint8_t* in, uint8_t* pieces, int stride) {
+// The 8 / BITS groups that share 32 bytes of a GGUF block (at `offset`) <-> their pieces, `stride` bytes apart; get: `pieces` is the
+// row's place in the first.
+template <int BITS, class Rows>
+KT_INLINE void put_groups(const Rows& rows, int offset, uint8_t* pieces, int stride) {
   constexpr int count = 8 / BITS;
+  typename Rows::W in[2][4];
+  rows.load(offset, in[0]);
+  rows.load(offset + 16, in[1]);
   KT_UNROLL for (int j = 0; j < BITS; j++) {
-    uint32_t w[count];
-    KT_UNROLL for (int i = 0; i < count; i++) w[i] = load_as<uint32_t>(in + word_of<BITS>(j, i) * 4);
-    transpose_fields<BITS>(w);
-    KT_UNROLL for (int i = 0; i < count; i++) std::memcpy(pieces + i * stride + j * 64, &w[i], 4);
+    typename Rows::W w[count];
+    KT_UNROLL for (int i = 0; i < count; i++) w[i] = in[word_of<BITS>(j, i) / 4][word_of<BITS>(j, i) % 4];
+    transpose_fields<BITS, Rows>(w);
+    KT_UNROLL for (int i = 0; i < count; i++) rows.put(pieces + i * stride + j * 64, w[i]);
   }
 }
 template <int BITS>
@@ -62,7 +70,7 @@ KT_INLINE void get_groups(const uint8_t* pieces, int stride, uint8_t* out) {
   KT_UNROLL for (int j = 0; j < BITS; j++) {
     uint32_t w[count];
     KT_UNROLL for (int i = 0; i < count; i++) w[i] = load_as<uint32_t>(pieces + i * stride + j * 64);
-    transpose_fields<BITS>(w);
+    transpose_fields<BITS, OneRow>(w);
     KT_UNROLL for (int i = 0; i < count; i++) std::memcpy(out + word_of<BITS>(j, i) * 4, &w[i], 4);
   }
 }
@@ -84,14 +92,11 @@ struct SuperBlock {
     return record[kSubScales + index * 16 + row];
   }
 
-  KT_INLINE static void put_d(const uint8_t* block, uint8_t* record, int row) {
-    std::memcpy(record + row * 2, block + offsetof(Block, d), 2);
-    if constexpr (kHasMinimum) {
-      const uint16_t minus = load_as<uint16_t>(block + offsetof(Block, dmin)) ^ 0x8000;
-      std::memcpy(record + 32 + row * 2, &minus, 2);
-    } else if (row == 0) {
-      std::memset(record + 32, 0, 32);
-    }
+  // The low half of a word that holds d and, above it, dmin.
+  template <class Rows>
+  KT_INLINE static void put_d(const Rows& rows, uint8_t* record, typename Rows::W word) {
+    rows.put_half(record, word);
+    rows.put_half(record + 32, kHasMinimum ? bxor(shift_right_32<16>(word), Rows::all(0x8000)) : Rows::all(0));
   }
   KT_INLINE static void get_d(const uint8_t* record, int row, uint8_t* block) {
     std::memcpy(block + offsetof(Block, d), record + row * 2, 2);
@@ -118,10 +123,10 @@ struct SixBitMinimum : SuperBlock<Block> {
     return u;
   }
   KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {
-    return mul(Base::d(record, v), to_f32(load_u8(Base::sub_scales(record, group * 2) + v * kLanes)));
+    return mul(Base::d(record, v), to_f32(load_u8(Base::sub_scales(record, group) + v * kLanes)));
   }
   KT_INLINE static F32 minimum(const uint8_t* record, int group, int, int v) {
-    return mul(Base::minus_dmin(record, v), to_f32(load_u8(Base::sub_scales(record, group * 2 + 1) + v * kLanes)));
+    return mul(Base::minus_dmin(record, v), to_f32(load_u8(Base::sub_scales(record, 8 + group) + v * kLanes)));
   }
 
   // The twelve bytes as words a, b, c: values 0..3 are the low six bits of a (scales) and b (minima); 4..7 have their
@@ -129,13 +134,19 @@ struct SixBitMinimum : SuperBlock<Block> {
   struct SubScales {
     uint8_t sc[8], m[8];
   };
+  // The words a, b, c -> scales 0..3, 4..7, minima 0..3, 4..7.
+  template <class Rows, class W>
+  KT_INLINE static void unpack_scales(W a, W b, W c, W (&out)[4]) {
+    const W low = Rows::all(0x0F0F0F0F), six = Rows::all(0x3F3F3F3F), high = Rows::all(0x30303030);
+    out[0] = band(a, six), out[1] = bor(band(c, low), band(shift_right_32<2>(a), high));
+    out[2] = band(b, six), out[3] = bor(band(shift_right_32<4>(c), low), band(shift_right_32<2>(b), high));
+  }
   KT_INLINE static SubScales unpack_scales(const uint8_t* packed) {
-    const uint32_t a = load_as<uint32_t>(packed), b = load_as<uint32_t>(packed + 4), c = load_as<uint32_t>(packed + 8);
-    const uint32_t sc[2] = {a & 0x3F3F3F3Fu, (c & 0x0F0F0F0Fu) | (a >> 2 & 0x30303030u)};
-    const uint32_t m[2] = {b & 0x3F3F3F3Fu, (c >> 4 & 0x0F0F0F0Fu) | (b >> 2 & 0x30303030u)};
+    uint32_t words[3], out[4];
+    std::memcpy(words, packed, 12);
+    unpack_scales<OneRow>(words[0], words[1], words[2], out);
     SubScales s;
-    std::memcpy(s.sc, sc, 8);
-    std::memcpy(s.m, m, 8);
+    std::memcpy(&s, out, 16);
     return s;
   }
   KT_INLINE static void pack_scales(const SubScales& s, uint8_t* packed) {
@@ -146,24 +157,24 @@ struct SixBitMinimum : SuperBlock<Block> {
     std::memcpy(packed, words, 12);
   }
 
-  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
-    Base::put_d(block, record, row);
-    const SubScales s = unpack_scales(block + offsetof(Block, scales));
-    KT_UNROLL for (int i = 0; i < 8; i++) {
-      Base::sub_scale(record, i * 2, row) = s.sc[i];
-      Base::sub_scale(record, i * 2 + 1, row) = s.m[i];
-    }
-    uint8_t* codes = record + Base::kCodes + row * 4;
+  template <class Rows>
+  KT_INLINE static void pack(const Rows& rows, uint8_t* record, int) {
+    typename Rows::W head[4], s[4];
+    rows.load(0, head);
+    Base::put_d(rows, record, head[0]);
+    unpack_scales<Rows>(head[1], head[2], head[3], s);
     KT_UNROLL for (int i = 0; i < 4; i++)
-      put_groups<4>(block + offsetof(Block, qs) + i * 32, codes + i * 2 * kGroupBytes, kGroupBytes);
-    if constexpr (kHasBit) put_groups<1>(block + offsetof(Block, qh), codes + 256, kGroupBytes);
+      rows.put_bytes(record + Base::kSubScales + i * 64, s[i]);
+    KT_UNROLL for (int i = 0; i < 4; i++)
+      put_groups<4>(rows, offsetof(Block, qs) + i * 32, record + Base::kCodes + i * 2 * kGroupBytes, kGroupBytes);
+    if constexpr (kHasBit) put_groups<1>(rows, offsetof(Block, qh), record + Base::kCodes + 256, kGroupBytes);
   }
   KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
     Base::get_d(record, row, block);
     SubScales s;
     KT_UNROLL for (int i = 0; i < 8; i++) {
-      s.sc[i] = Base::sub_scales(record, i * 2)[row];
-      s.m[i] = Base::sub_scales(record, i * 2 + 1)[row];
+      s.sc[i] = Base::sub_scales(record, i)[row];
+      s.m[i] = Base::sub_scales(record, 8 + i)[row];
     }
     pack_scales(s, block + offsetof(Block, scales));
     const uint8_t* codes = record + Base::kCodes + row * 4;
@@ -242,15 +253,18 @@ struct Q6_K : SignedScales<BlockQ6_K> {
 
   // In each half of 128, groups 0 and 2 share their bytes of low bits, as do 1 and 3; all four share those of high
   // bits.
-  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
-    put_d(block, record, row);
-    KT_UNROLL for (int i = 0; i < 16; i++)
-      sub_scale(record, i, row) = block[offsetof(BlockQ6_K, scales) + static_cast<size_t>(i)];
+  template <class Rows>
+  KT_INLINE static void pack(const Rows& rows, uint8_t* record, int) {
+    typename Rows::W w[4];
+    rows.load(sizeof(BlockQ6_K) - 16, w);  // d is the last half
+    put_d(rows, record, shift_right_32<16>(w[3]));
+    rows.load(offsetof(BlockQ6_K, scales), w);
+    KT_UNROLL for (int i = 0; i < 4; i++) rows.put_bytes(record + kSubScales + i * 64, w[i]);
     KT_UNROLL for (int n = 0; n < 2; n++) {
-      uint8_t* codes = record + kCodes + row * 4 + n * 4 * kGroupBytes;
+      uint8_t* codes = record + kCodes + n * 4 * kGroupBytes;
       KT_UNROLL for (int i = 0; i < 2; i++)
-        put_groups<4>(block + offsetof(BlockQ6_K, ql) + n * 64 + i * 32, codes + i * kGroupBytes, 2 * kGroupBytes);
-      put_groups<2>(block + offsetof(BlockQ6_K, qh) + n * 32, codes + 256, kGroupBytes);
+        put_groups<4>(rows, offsetof(BlockQ6_K, ql) + n * 64 + i * 32, codes + i * kGroupBytes, 2 * kGroupBytes);
+      put_groups<2>(rows, offsetof(BlockQ6_K, qh) + n * 32, codes + 256, kGroupBytes);
     }
   }
   KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
@@ -314,14 +328,23 @@ struct Q3_K : SignedScales<BlockQ3_K> {
     packed[8 + j % 4] = static_cast<uint8_t>(packed[8 + j % 4] | (six >> 4 & 3) << (j / 4 * 2));
   }
 
-  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
-    put_d(block, record, row);
-    KT_UNROLL for (int j = 0; j < 16; j++)
-      sub_scale(record, j, row) = static_cast<uint8_t>(scale_of(block + offsetof(BlockQ3_K, scales), j));
-    uint8_t* codes = record + kCodes + row * 4;
+  template <class Rows>
+  KT_INLINE static void pack(const Rows& rows, uint8_t* record, int) {
+    typename Rows::W w[4];
+    rows.load(sizeof(BlockQ3_K) - 16, w);  // two bytes more, the twelve of scales, d
+    put_d(rows, record, shift_right_32<16>(w[3]));
+    KT_UNROLL for (int i = 0; i < 3; i++) w[i] = bor(shift_right_32<16>(w[i]), shift_left_32<16>(w[i + 1]));
+    const auto low = Rows::all(0x0F0F0F0F), two = Rows::all(0x03030303), sign = Rows::all(0x20202020);
+    for_steps<0, 4>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
+      const auto six = bor(band(shift_right_32<I / 2 * 4>(w[I % 2]), low),
+                           shift_left_32<4>(band(shift_right_32<I * 2>(w[2]), two)));
+      // less 32: bit 5 turned, then copied to the two above it
+      const auto turned = bxor(six, sign), top = band(turned, sign);
+      rows.put_bytes(record + kSubScales + I * 64, bor(turned, bor(shift_left_32<1>(top), shift_left_32<2>(top))));
+    });
     KT_UNROLL for (int n = 0; n < 2; n++)
-      put_groups<2>(block + offsetof(BlockQ3_K, qs) + n * 32, codes + n * 4 * kGroupBytes, kGroupBytes);
-    put_groups<1>(block + offsetof(BlockQ3_K, hmask), codes + 128, kGroupBytes);
+      put_groups<2>(rows, offsetof(BlockQ3_K, qs) + n * 32, record + kCodes + n * 4 * kGroupBytes, kGroupBytes);
+    put_groups<1>(rows, offsetof(BlockQ3_K, hmask), record + kCodes + 128, kGroupBytes);
   }
   KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
     get_d(record, row, block);
@@ -383,13 +406,15 @@ struct Q2_K : SuperBlock<BlockQ2_K> {
     return mul(minus_dmin(record, v), to_f32(shift_right_32<4>(m)));
   }
 
-  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
-    put_d(block, record, row);
-    KT_UNROLL for (int i = 0; i < 16; i++)
-      sub_scale(record, i, row) = block[offsetof(BlockQ2_K, scales) + static_cast<size_t>(i)];
+  template <class Rows>
+  KT_INLINE static void pack(const Rows& rows, uint8_t* record, int) {
+    typename Rows::W w[4];
+    rows.load(sizeof(BlockQ2_K) - 16, w);  // d and dmin are the last word
+    put_d(rows, record, w[3]);
+    rows.load(offsetof(BlockQ2_K, scales), w);
+    KT_UNROLL for (int i = 0; i < 4; i++) rows.put_bytes(record + kSubScales + i * 64, w[i]);
     KT_UNROLL for (int n = 0; n < 2; n++)
-      put_groups<2>(block + offsetof(BlockQ2_K, qs) + n * 32, record + kCodes + row * 4 + n * 4 * kGroupBytes,
-                    kGroupBytes);
+      put_groups<2>(rows, offsetof(BlockQ2_K, qs) + n * 32, record + kCodes + n * 4 * kGroupBytes, kGroupBytes);
   }
   KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
     get_d(record, row, block);
@@ -442,6 +467,7 @@ KT_INLINE I32 twice(I32 v) {  // the low 16 bits of each lane in both its halves
 }
 // (q - 4) * sc + 124 lies in 0..252 for sc in -32..31. As sums of 16 bits, q * sc + (124 - 4 * sc) * 257 are two of them.
 struct Q3_K::Folded : Q3_K {
+  using Stored = Q3_K;
   static constexpr int kOffset = 124, kMaxCode = 252, kScales = 1;
   template <int S>
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
@@ -453,6 +479,7 @@ struct Q3_K::Folded : Q3_K {
 };
 // q * sc is at most 45.
 struct Q2_K::Folded : Q2_K {
+  using Stored = Q2_K;
   static constexpr int kMaxCode = 45, kScales = 1, kMinima = 2;
   template <int S>
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {

@@ -5,7 +5,9 @@
 //                                  bytes [row][4 k], the VNNI order
 //   scale(record, group, half, v)  fp32 scales of vector v's rows (half: 0, or 0 and 1 where kScales is 2); minimum(...)
 //                                  likewise where kHasMinimum
-//   pack_block / unpack_block      one GGUF block of one row <-> its place in the record; `index` counts the record's blocks
+//   pack(rows, record, index)      one GGUF block of each of the `rows` (see rows.h) -> its place in the record; `index` counts the
+//                                  record's blocks. Or pack_block(block, record, index, row), for one row only
+//   unpack_block                   back, for one row
 //   quantize / dequantize          one GGUF block <-> fp32, as the reference does
 // and the constants
 //   kBlock: elements per GGUF block;  kBlockBytes, kRecordBytes
@@ -49,18 +51,24 @@ struct Nibbles {
     return load_halves(record + kMinimumBytes + group * 32, v);
   }
 
-  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int index, int row) {
-    uint8_t* g = record + index * kGroupBytes + row * 4;
-    KT_UNROLL for (int j = 0; j < 4; j++) std::memcpy(g + j * 64, block + offsetof(Block, qs) + j * 4, 4);
-    if constexpr (kHasBit) put_bits(g + 256, load_as<uint32_t>(block + offsetof(Block, qh)));
-    std::memcpy(record + kScaleBytes + index * 32 + row * 2, block, 2);
-    if constexpr (kHasMinimum) std::memcpy(record + kMinimumBytes + index * 32 + row * 2, block + 2, 2);
+  template <class Rows>
+  KT_INLINE static void pack(const Rows& rows, uint8_t* record, int index) {
+    uint8_t* g = record + index * kGroupBytes;
+    typename Rows::W head[4], qs[4];
+    rows.load(0, head);  // d, m or two bytes more; then qh
+    rows.load(offsetof(Block, qs), qs);
+    KT_UNROLL for (int j = 0; j < 4; j++) rows.put(g + j * 64, qs[j]);
+    rows.put_half(record + kScaleBytes + index * 32, head[0]);
+    const auto second = shift_right_32<16>(head[0]);
+    if constexpr (kHasMinimum) rows.put_half(record + kMinimumBytes + index * 32, second);
+    if constexpr (kHasBit)
+      rows.put(g + 256, to_planes<Rows>(kHasMinimum ? head[1] : bor(second, shift_left_32<16>(head[1]))));
   }
   KT_INLINE static void unpack_block(const uint8_t* record, int index, int row, uint8_t* block) {
     const uint8_t* g = record + index * kGroupBytes + row * 4;
     KT_UNROLL for (int j = 0; j < 4; j++) std::memcpy(block + offsetof(Block, qs) + j * 4, g + j * 64, 4);
     if constexpr (kHasBit) {
-      const uint32_t bits = get_bits(g + 256);
+      const uint32_t bits = from_planes(load_as<uint32_t>(g + 256));
       std::memcpy(block + offsetof(Block, qh), &bits, 4);
     }
     std::memcpy(block, record + kScaleBytes + index * 32 + row * 2, 2);

@@ -5,7 +5,7 @@
 //   bits      1 x 64 bytes [row][4]: bit s is step s
 #pragma once
 
-#include "../epilogue.h"
+#include "rows.h"
 
 namespace ktlinear::tinyblas::KT_TIER {
 
@@ -37,18 +37,19 @@ KT_INLINE F32 load_halves(const uint8_t* p, int v) {
   return load_f16(reinterpret_cast<const uint16_t*>(p) + v * kLanes);
 }
 
-// One row's 32 bits (bit e: element e) <-> its four bytes of a bit plane: a transpose of 8 x 4 bits.
-KT_INLINE void put_bits(uint8_t* out, uint32_t bits) {
-  KT_UNROLL for (int i = 0; i < 4; i++) {
-    uint32_t b = 0;
-    KT_UNROLL for (int s = 0; s < 8; s++) b |= (bits >> (4 * s + i) & 1u) << s;
-    out[i] = static_cast<uint8_t>(b);
-  }
+// 32 bits (bit e: element e) <-> the four bytes of a bit plane: bit 4s + i <-> bit 8i + s, a rotation of the bits of the index.
+template <class Rows>
+KT_INLINE auto to_planes(typename Rows::W w) {
+  w = swap_bits<1>(w, Rows::all(0x22222222));
+  w = swap_bits<3>(w, Rows::all(0x0A0A0A0A));
+  w = swap_bits<6>(w, Rows::all(0x00CC00CC));
+  return swap_bits<12>(w, Rows::all(0x0000F0F0));
 }
-KT_INLINE uint32_t get_bits(const uint8_t* in) {
-  uint32_t bits = 0;
-  KT_UNROLL for (int i = 0; i < 4; i++) KT_UNROLL for (int s = 0; s < 8; s++) bits |= (in[i] >> s & 1u) << (4 * s + i);
-  return bits;
+KT_INLINE uint32_t from_planes(uint32_t w) {
+  w = swap_bits<12>(w, 0x0000F0F0u);
+  w = swap_bits<6>(w, 0x00CC00CCu);
+  w = swap_bits<3>(w, 0x0A0A0A0Au);
+  return swap_bits<1>(w, 0x22222222u);
 }
 
 }  // namespace ktlinear::tinyblas::KT_TIER

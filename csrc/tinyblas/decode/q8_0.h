@@ -3,7 +3,7 @@
 // Codes are stored as q + 128, unsigned as the dot-product instructions want them. A foreign file may hold q = -128.
 #pragma once
 
-#include "../epilogue.h"
+#include "rows.h"
 
 namespace ktlinear::tinyblas::KT_TIER {
 
@@ -21,12 +21,15 @@ struct Q8_0 {
   }
   KT_INLINE static F32 minimum(const uint8_t*, int, int, int) { return zero(); }
 
-  KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int group, int row) {
+  template <class Rows>
+  KT_INLINE static void pack(const Rows& rows, uint8_t* record, int group) {
+    typename Rows::W w[4];
+    rows.load(0, w);
+    rows.put_half(record + kScaleBytes + group * 32, w[0]);
     KT_UNROLL for (int s = 0; s < 8; s++) {
-      const uint32_t word = load_as<uint32_t>(block + 2 + s * 4) ^ 0x80808080u;
-      std::memcpy(record + group * 512 + s * 64 + row * 4, &word, 4);
+      if (s % 4 == 0) rows.load(2 + s * 4, w);
+      rows.put(record + group * 512 + s * 64, bxor(w[s % 4], Rows::all(0x80808080)));
     }
-    std::memcpy(record + kScaleBytes + group * 32 + row * 2, block, 2);
   }
   KT_INLINE static void unpack_block(const uint8_t* record, int group, int row, uint8_t* block) {
     KT_UNROLL for (int s = 0; s < 8; s++) {

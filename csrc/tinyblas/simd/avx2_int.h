@@ -25,6 +25,10 @@ template <int N>
 KT_INLINE I32 shift_right_32(I32 v) {
   return _mm256_srli_epi32(v, N);
 }
+template <int N>
+KT_INLINE I32 shift_left_32(I32 v) {
+  return _mm256_slli_epi32(v, N);
+}
 KT_INLINE I32 bor(I32 a, I32 b) { return _mm256_or_si256(a, b); }
 KT_INLINE I32 table16(const uint8_t* t) {
   return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(t)));
@@ -48,6 +52,42 @@ KT_INLINE F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(v); }
 template <int J>
 KT_INLINE I32 byte(I32 v) {
   return _mm256_and_si256(_mm256_srli_epi32(v, 8 * J), _mm256_set1_epi32(255));
+}
+
+KT_INLINE void store_low_16(uint8_t* p, I32 v) {
+  const __m256i low = _mm256_and_si256(v, _mm256_set1_epi32(0xFFFF));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+}
+KT_INLINE void store_low_8(uint8_t* p, I32 v) {
+  const __m256i low = _mm256_and_si256(v, _mm256_set1_epi32(0xFF));
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+KT_INLINE void store_bytes(uint8_t* p, I32 v) {
+  const __m256i columns =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const __m256i pairs =
+      _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(v, columns), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  KT_UNROLL for (int i = 0; i < 2; i++) {
+    const __m128i two = i == 0 ? _mm256_castsi256_si128(pairs) : _mm256_extracti128_si256(pairs, 1);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p + i * 32), two);
+    _mm_storeh_pd(reinterpret_cast<double*>(p + i * 32 + 16), _mm_castsi128_pd(two));
+  }
+}
+// Row 4q + r to half q of vector r; then 4x4 transposes inside the halves.
+KT_INLINE void load_words(const uint8_t* p, int64_t stride, I32 (&w)[4]) {
+  __m256i a[4];
+  KT_UNROLL for (int r = 0; r < 4; r++) {
+    const uint8_t* row = p + r * stride;
+    a[r] = _mm256_inserti128_si256(
+        _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row))),
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 4 * stride)), 1);
+  }
+  const __m256i t0 = _mm256_unpacklo_epi32(a[0], a[1]), t1 = _mm256_unpackhi_epi32(a[0], a[1]);
+  const __m256i t2 = _mm256_unpacklo_epi32(a[2], a[3]), t3 = _mm256_unpackhi_epi32(a[2], a[3]);
+  w[0] = _mm256_unpacklo_epi64(t0, t2), w[1] = _mm256_unpackhi_epi64(t0, t2);
+  w[2] = _mm256_unpacklo_epi64(t1, t3), w[3] = _mm256_unpackhi_epi64(t1, t3);
 }
 
 // For the quantization of activations.

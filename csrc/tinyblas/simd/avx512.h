@@ -89,6 +89,10 @@ template <int N>
 KT_INLINE I32 shift_right_32(I32 v) {
   return _mm512_srli_epi32(v, N);
 }
+template <int N>
+KT_INLINE I32 shift_left_32(I32 v) {
+  return _mm512_slli_epi32(v, N);
+}
 KT_INLINE I32 bor(I32 a, I32 b) { return _mm512_or_si512(a, b); }
 KT_INLINE I32 table16(const uint8_t* t) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(t)));
@@ -112,6 +116,34 @@ KT_INLINE F32 to_f32(I32 v) { return _mm512_cvtepi32_ps(v); }
 template <int J>
 KT_INLINE I32 byte(I32 v) {
   return _mm512_and_si512(_mm512_srli_epi32(v, 8 * J), _mm512_set1_epi32(255));
+}
+
+KT_INLINE void store_low_8(uint8_t* p, I32 v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
+}
+KT_INLINE void store_low_16(uint8_t* p, I32 v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(v));
+}
+KT_INLINE void store_bytes(uint8_t* p, I32 v) {
+  const __m512i columns = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, _mm512_shuffle_epi8(v, columns)));
+}
+// Row 4q + r to quarter q of vector r; then 4x4 transposes inside the quarters. A masked broadcast is a load and a blend, which
+// any port takes; an insertion would compete with the transposes for the shuffles'.
+KT_INLINE void load_words(const uint8_t* p, int64_t stride, I32 (&w)[4]) {
+  __m512i a[4];
+  KT_UNROLL for (int r = 0; r < 4; r++) {
+    const uint8_t* row = p + r * stride;
+    auto quarter = [&](int q) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 4 * q * stride)); };
+    a[r] = _mm512_castsi128_si512(quarter(0));
+    KT_UNROLL for (int q = 1; q < 4; q++)
+      a[r] = _mm512_mask_broadcast_i32x4(a[r], static_cast<__mmask16>(15 << 4 * q), quarter(q));
+  }
+  const __m512i t0 = _mm512_unpacklo_epi32(a[0], a[1]), t1 = _mm512_unpackhi_epi32(a[0], a[1]);
+  const __m512i t2 = _mm512_unpacklo_epi32(a[2], a[3]), t3 = _mm512_unpackhi_epi32(a[2], a[3]);
+  w[0] = _mm512_unpacklo_epi64(t0, t2), w[1] = _mm512_unpackhi_epi64(t0, t2);
+  w[2] = _mm512_unpacklo_epi64(t1, t3), w[3] = _mm512_unpackhi_epi64(t1, t3);
 }
 
 // For the quantization of activations.

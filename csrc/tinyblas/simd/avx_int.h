@@ -29,6 +29,10 @@ template <int N>
 KT_INLINE I32 shift_right_32(I32 v) {
   return {_mm_srli_epi32(v.lo, N), _mm_srli_epi32(v.hi, N)};
 }
+template <int N>
+KT_INLINE I32 shift_left_32(I32 v) {
+  return {_mm_slli_epi32(v.lo, N), _mm_slli_epi32(v.hi, N)};
+}
 KT_INLINE I32 bor(I32 a, I32 b) { return {_mm_or_si128(a.lo, b.lo), _mm_or_si128(a.hi, b.hi)}; }
 KT_INLINE I32 table16(const uint8_t* t) {
   const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(t));
@@ -57,6 +61,40 @@ KT_INLINE I32 sub_i8(I32 a, I32 b) { return {_mm_sub_epi8(a.lo, b.lo), _mm_sub_e
 KT_INLINE I32 add_i16(I32 a, I32 b) { return {_mm_add_epi16(a.lo, b.lo), _mm_add_epi16(a.hi, b.hi)}; }
 KT_INLINE I32 mul_low_16(I32 a, I32 b) { return {_mm_mullo_epi16(a.lo, b.lo), _mm_mullo_epi16(a.hi, b.hi)}; }
 KT_INLINE I32 mul_high_u16(I32 a, I32 b) { return {_mm_mulhi_epu16(a.lo, b.lo), _mm_mulhi_epu16(a.hi, b.hi)}; }
+KT_INLINE void store_i(void* p, I32 v) {
+  _mm_storeu_si128(static_cast<__m128i*>(p), v.lo);
+  _mm_storeu_si128(static_cast<__m128i*>(p) + 1, v.hi);
+}
+KT_INLINE void store_low_16(uint8_t* p, I32 v) {
+  const I32 low = band(v, splat_i32(0xFFFF));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi32(low.lo, low.hi));
+}
+KT_INLINE void store_low_8(uint8_t* p, I32 v) {
+  const I32 low = band(v, splat_i32(0xFF));
+  const __m128i words = _mm_packs_epi32(low.lo, low.hi);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+KT_INLINE void store_bytes(uint8_t* p, I32 v) {
+  const __m128i columns = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m128i lo = _mm_shuffle_epi8(v.lo, columns), hi = _mm_shuffle_epi8(v.hi, columns);
+  KT_UNROLL for (int i = 0; i < 2; i++) {
+    const __m128i two = i == 0 ? _mm_unpacklo_epi32(lo, hi) : _mm_unpackhi_epi32(lo, hi);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p + i * 32), two);
+    _mm_storeh_pd(reinterpret_cast<double*>(p + i * 32 + 16), _mm_castsi128_pd(two));
+  }
+}
+KT_INLINE void load_words(const uint8_t* p, int64_t stride, I32 (&w)[4]) {
+  auto half = [&](const uint8_t* q, __m128i& w0, __m128i& w1, __m128i& w2, __m128i& w3) {
+    auto row = [&](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(q + r * stride)); };
+    const __m128i a = row(0), b = row(1), c = row(2), d = row(3);
+    const __m128i t0 = _mm_unpacklo_epi32(a, b), t1 = _mm_unpackhi_epi32(a, b);
+    const __m128i t2 = _mm_unpacklo_epi32(c, d), t3 = _mm_unpackhi_epi32(c, d);
+    w0 = _mm_unpacklo_epi64(t0, t2), w1 = _mm_unpackhi_epi64(t0, t2);
+    w2 = _mm_unpacklo_epi64(t1, t3), w3 = _mm_unpackhi_epi64(t1, t3);
+  };
+  half(p, w[0].lo, w[1].lo, w[2].lo, w[3].lo);
+  half(p + 4 * stride, w[0].hi, w[1].hi, w[2].hi, w[3].hi);
+}
 KT_INLINE F32 to_f32(I32 v) {
   return _mm256_cvtepi32_ps(_mm256_insertf128_si256(_mm256_castsi128_si256(v.lo), v.hi, 1));
 }

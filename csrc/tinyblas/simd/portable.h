@@ -12,11 +12,15 @@
 //   load_i, splat_i8, splat_i32, band, bor, bxor, to_f32, byte<j> (byte j of each 32-bit lane)
 //   shift_right_16<N>, shift_left_16<N>   of 16-bit units, zeros coming in
 //   shift_right_32<N>(v), shift_right_32(v, n)   of 32-bit ones
+//   shift_left_32<N>(v)
 //   sub_i8, add_i16                of bytes, of 16-bit units, wrapping
 //   mul_low_16, mul_high_u16       of 16-bit units: the product's low half; the high half of the unsigned product
 //   table16(t), lookup16(table, i) a table of 16 bytes, looked up with bytes below 16
 //   load_u8, load_s8               kLanes bytes, widened to 32-bit lanes
 //   gather_f32(table, p)           table[p[lane]] for kLanes bytes at p
+//   store_i, store_low_8, store_low_16    all of a vector; the low 8, 16 bits of each lane
+//   store_bytes(p, v)              byte j of lane r to p[16 * j + r]
+//   load_words(p, stride, w)       16 bytes of kLanes rows -> four vectors of 32-bit words, a row per lane
 // Tiers with an int8 product worth using add a simd/*_dot.h, which defines KT_HAS_DOT (see there).
 #pragma once
 
@@ -78,6 +82,10 @@ template <int N>
 KT_INLINE I32 shift_left_16(I32 v) {
   return reinterpret_cast<I32>(reinterpret_cast<U16>(v) << N);
 }
+template <int N>
+KT_INLINE I32 shift_left_32(I32 v) {
+  return reinterpret_cast<I32>(reinterpret_cast<U32>(v) << N);
+}
 KT_INLINE I32 bor(I32 a, I32 b) { return a | b; }
 typedef uint8_t U8 __attribute__((vector_size(16)));
 KT_INLINE I32 table16(const uint8_t* t) { return load_i(t); }
@@ -111,6 +119,23 @@ KT_INLINE I32 mul_high_u16(I32 a, I32 b) {
   U16 out{};
   KT_UNROLL for (int i = 0; i < 8; i++) out[i] = static_cast<uint16_t>(static_cast<uint32_t>(x[i]) * y[i] >> 16);
   return reinterpret_cast<I32>(out);
+}
+KT_INLINE void store_i(void* p, I32 v) { std::memcpy(p, &v, sizeof v); }
+KT_INLINE void store_low_8(uint8_t* p, I32 v) {
+  KT_UNROLL for (int i = 0; i < 4; i++) p[i] = static_cast<uint8_t>(v[i]);
+}
+KT_INLINE void store_low_16(uint8_t* p, I32 v) {
+  KT_UNROLL for (int i = 0; i < 4; i++) {
+    const uint16_t low = static_cast<uint16_t>(v[i]);
+    std::memcpy(p + i * 2, &low, 2);
+  }
+}
+KT_INLINE void store_bytes(uint8_t* p, I32 v) {
+  KT_UNROLL for (int j = 0; j < 4; j++)
+    KT_UNROLL for (int i = 0; i < 4; i++) p[j * 16 + i] = static_cast<uint8_t>(static_cast<uint32_t>(v[i]) >> (8 * j));
+}
+KT_INLINE void load_words(const uint8_t* p, int64_t stride, I32 (&w)[4]) {
+  KT_UNROLL for (int j = 0; j < 4; j++) KT_UNROLL for (int r = 0; r < 4; r++) w[j][r] = load_as<int32_t>(p + r * stride + j * 4);
 }
 KT_INLINE F32 to_f32(I32 v) { return __builtin_convertvector(v, F32); }
 template <int J>
