@@ -59,6 +59,21 @@ KT_INLINE void get_quarters(const uint8_t *group, int row, uint8_t *qs) {
       std::memcpy(qs + j * 4, group + j * 64 + row * 4, 4);
 }
 
+// kLanes scales, as the tables have them. Computed, since a gather is a load for each lane.
+//   E8M0   bits (e - 1) << 23; for e = 0, 1, whose values are subnormal, 2^21 and 2^22, which are below all others
+KT_INLINE F32 e8m0(const uint8_t* p) {
+  const I32 e = load_u8(p), low = add_i32(shift_left_32<21>(band(e, splat_i32(1))), splat_i32(1 << 21));
+  return as_f32(max_i32(shift_left_32<23>(add_i32(e, splat_i32(-1))), low));
+}
+//   E4M3   the smaller of (1 + m / 8) * 2^(E - 8) and, for E = 0, (1 + m / 8) * 2^(E - 7) - 2^-7 = m / 8 * 2^-7
+KT_INLINE F32 e4m3(const uint8_t* p) {
+  const I32 c = load_u8(p), field = shift_left_32<20>(band(c, splat_i32(0x7F)));
+  const F32 subnormal = sub(as_f32(add_i32(field, splat_i32(120 << 23))), set1(0x1p-7f));
+  const I32 a = add_i32(field, splat_i32(119 << 23)), b = as_i32(subnormal);
+  const I32 smaller = bxor(bxor(a, b), max_i32(a, b));  // both are positive: ordered as their bits
+  return as_f32(band(smaller, greater_i32(bxor(c, splat_i32(0x7F)), splat_i32(0))));
+}
+
 template <const uint8_t (&LEVELS)[16], int OFFSET, int MAX_CODE, int GROUPS,
           int SCALES>
 struct Codebook {
@@ -157,8 +172,7 @@ struct MXFP4 : Codebook<kLevelsE2M1, 12, 24, 4, 1> {
                        kRecordBytes = kNibbleBytes + 64;
 
   KT_INLINE static F32 scale(const uint8_t *record, int group, int, int v) {
-    return gather_f32(kE8M0.value,
-                      record + kNibbleBytes + group * 16 + v * kLanes);
+    return e8m0(record + kNibbleBytes + group * 16 + v * kLanes);
   }
   template <class Rows>
   KT_INLINE static void pack(const Rows& rows, uint8_t* record, int index) {
@@ -214,8 +228,7 @@ struct NVFP4 : Codebook<kLevelsE2M1, 12, 24, 2, 2> {
 
   KT_INLINE static F32 scale(const uint8_t *record, int group, int half,
                              int v) {
-    return gather_f32(kE4M3.value, record + kNibbleBytes +
-                                       (group * 2 + half) * 16 + v * kLanes);
+    return e4m3(record + kNibbleBytes + (group * 2 + half) * 16 + v * kLanes);
   }
   // Words a0 a1 of the first sub-block and b0 b1 of the second <-> quarters a0l:b0l a1l:b1l a0h:b0h a1h:b1h (low:high
   // nibbles).

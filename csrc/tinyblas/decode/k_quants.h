@@ -119,7 +119,7 @@ struct SixBitMinimum : SuperBlock<Block> {
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
     const uint8_t* g = record + Base::kCodes + group * kGroupBytes;
     I32 u = nibble<S>(g, v);
-    if constexpr (kHasBit) u = bor(u, bit<S, 4>(g + 256, v));
+    if constexpr (kHasBit) u = or_bit<S, 4>(u, g + 256, v);
     return u;
   }
   KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {
@@ -248,7 +248,7 @@ struct Q6_K : SignedScales<BlockQ6_K> {
   template <int S>
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
     const uint8_t* g = record + kCodes + group * kGroupBytes;
-    return bor(nibble<S>(g, v), crumb<S, 4>(g + 256, v));
+    return or_crumb<S, 4>(nibble<S>(g, v), g + 256, v);
   }
 
   // In each half of 128, groups 0 and 2 share their bytes of low bits, as do 1 and 3; all four share those of high
@@ -314,7 +314,7 @@ struct Q3_K : SignedScales<BlockQ3_K> {
   template <int S>
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
     const uint8_t* g = record + kCodes + group * kGroupBytes;
-    return bor(crumb<S, 0>(g, v), bit<S, 2>(g + 128, v));
+    return or_bit<S, 2>(crumb<S>(g, v), g + 128, v);
   }
 
   // Scale j of six bits, less 32: the low four in nibble j / 8 of byte j % 8, the high two in crumb j / 4 of byte
@@ -395,7 +395,7 @@ struct Q2_K : SuperBlock<BlockQ2_K> {
 
   template <int S>
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
-    return crumb<S, 0>(record + kCodes + group * kGroupBytes, v);
+    return crumb<S>(record + kCodes + group * kGroupBytes, v);
   }
   KT_INLINE static F32 scale(const uint8_t* record, int group, int half, int v) {
     const I32 sc = load_u8(sub_scales(record, group * 2 + half) + v * kLanes);

@@ -41,7 +41,7 @@ struct Nibbles {
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
     const uint8_t* g = record + group * kGroupBytes;
     I32 u = nibble<S>(g, v);
-    if constexpr (kHasBit) u = bor(u, bit<S, 4>(g + 256, v));
+    if constexpr (kHasBit) u = or_bit<S, 4>(u, g + 256, v);
     return u;
   }
   KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {

@@ -23,15 +23,18 @@ template <int S>
 KT_INLINE I32 nibble(const uint8_t* group, int v) {
   return band(shift_16 < S<4 ? 0 : -4>(load_i(group + S % 4 * 64 + v * kVectorBytes)), splat_i8(15));
 }
-// Two bits of step S, moved to bits TO and TO + 1.
-template <int S, int TO>
+template <int S>
 KT_INLINE I32 crumb(const uint8_t* group, int v) {
-  return band(shift_16<TO - S % 4 * 2>(load_i(group + S / 4 * 64 + v * kVectorBytes)), splat_i8(3 << TO));
+  return band(shift_16<-(S % 4 * 2)>(load_i(group + S / 4 * 64 + v * kVectorBytes)), splat_i8(3));
 }
-// The bit of step S, moved to bit TO.
+// The two bits of step S at TO and TO + 1, its bit at TO, or'ed to the bits below.
 template <int S, int TO>
-KT_INLINE I32 bit(const uint8_t* group, int v) {
-  return band(shift_16<TO - S>(load_i(group + v * kVectorBytes)), splat_i8(1 << TO));
+KT_INLINE I32 or_crumb(I32 below, const uint8_t* group, int v) {
+  return and_or(shift_16<TO - S % 4 * 2>(load_i(group + S / 4 * 64 + v * kVectorBytes)), splat_i8(3 << TO), below);
+}
+template <int S, int TO>
+KT_INLINE I32 or_bit(I32 below, const uint8_t* group, int v) {
+  return and_or(shift_16<TO - S>(load_i(group + v * kVectorBytes)), splat_i8(1 << TO), below);
 }
 KT_INLINE F32 load_halves(const uint8_t* p, int v) {
   return load_f16(reinterpret_cast<const uint16_t*>(p) + v * kLanes);

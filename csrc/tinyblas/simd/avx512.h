@@ -94,6 +94,7 @@ KT_INLINE I32 shift_left_32(I32 v) {
   return _mm512_slli_epi32(v, N);
 }
 KT_INLINE I32 bor(I32 a, I32 b) { return _mm512_or_si512(a, b); }
+KT_INLINE I32 and_or(I32 a, I32 b, I32 c) { return _mm512_ternarylogic_epi32(a, b, c, 0xEA); }
 KT_INLINE I32 table16(const uint8_t* t) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(t)));
 }
@@ -145,6 +146,8 @@ KT_INLINE void load_words(const uint8_t* p, int64_t stride, I32 (&w)[4]) {
   w[0] = _mm512_unpacklo_epi64(t0, t2), w[1] = _mm512_unpackhi_epi64(t0, t2);
   w[2] = _mm512_unpacklo_epi64(t1, t3), w[3] = _mm512_unpackhi_epi64(t1, t3);
 }
+
+KT_INLINE I32 greater_i32(I32 a, I32 b) { return _mm512_movm_epi32(_mm512_cmpgt_epi32_mask(a, b)); }
 
 // For the quantization of activations.
 KT_INLINE F32 as_f32(I32 v) { return _mm512_castsi512_ps(v); }

@@ -34,6 +34,7 @@ KT_INLINE I32 shift_left_32(I32 v) {
   return {_mm_slli_epi32(v.lo, N), _mm_slli_epi32(v.hi, N)};
 }
 KT_INLINE I32 bor(I32 a, I32 b) { return {_mm_or_si128(a.lo, b.lo), _mm_or_si128(a.hi, b.hi)}; }
+KT_INLINE I32 and_or(I32 a, I32 b, I32 c) { return bor(band(a, b), c); }
 KT_INLINE I32 table16(const uint8_t* t) {
   const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(t));
   return {v, v};
@@ -94,6 +95,16 @@ KT_INLINE void load_words(const uint8_t* p, int64_t stride, I32 (&w)[4]) {
   };
   half(p, w[0].lo, w[1].lo, w[2].lo, w[3].lo);
   half(p + 4 * stride, w[0].hi, w[1].hi, w[2].hi, w[3].hi);
+}
+KT_INLINE I32 greater_i32(I32 a, I32 b) { return {_mm_cmpgt_epi32(a.lo, b.lo), _mm_cmpgt_epi32(a.hi, b.hi)}; }
+KT_INLINE I32 max_i32(I32 a, I32 b) { return {_mm_max_epi32(a.lo, b.lo), _mm_max_epi32(a.hi, b.hi)}; }
+KT_INLINE I32 add_i32(I32 a, I32 b) { return {_mm_add_epi32(a.lo, b.lo), _mm_add_epi32(a.hi, b.hi)}; }
+KT_INLINE F32 as_f32(I32 v) {
+  return _mm256_castsi256_ps(_mm256_insertf128_si256(_mm256_castsi128_si256(v.lo), v.hi, 1));
+}
+KT_INLINE I32 as_i32(F32 v) {
+  const __m256i bits = _mm256_castps_si256(v);
+  return {_mm256_castsi256_si128(bits), _mm256_extractf128_si256(bits, 1)};
 }
 KT_INLINE F32 to_f32(I32 v) {
   return _mm256_cvtepi32_ps(_mm256_insertf128_si256(_mm256_castsi128_si256(v.lo), v.hi, 1));

@@ -13,6 +13,8 @@
 //   shift_right_16<N>, shift_left_16<N>   of 16-bit units, zeros coming in
 //   shift_right_32<N>(v), shift_right_32(v, n)   of 32-bit ones
 //   shift_left_32<N>(v)
+//   add_i32, max_i32, greater_i32  of 32-bit units, signed; greater: all ones or zero. as_f32(v), as_i32(v) the same bits
+//   and_or(a, b, c) = (a & b) | c  one instruction where the hardware has it
 //   sub_i8, add_i16                of bytes, of 16-bit units, wrapping
 //   mul_low_16, mul_high_u16       of 16-bit units: the product's low half; the high half of the unsigned product
 //   table16(t), lookup16(table, i) a table of 16 bytes, looked up with bytes below 16
@@ -87,6 +89,7 @@ KT_INLINE I32 shift_left_32(I32 v) {
   return reinterpret_cast<I32>(reinterpret_cast<U32>(v) << N);
 }
 KT_INLINE I32 bor(I32 a, I32 b) { return a | b; }
+KT_INLINE I32 and_or(I32 a, I32 b, I32 c) { return bor(band(a, b), c); }
 typedef uint8_t U8 __attribute__((vector_size(16)));
 KT_INLINE I32 table16(const uint8_t* t) { return load_i(t); }
 KT_INLINE I32 lookup16(I32 table, I32 index) {
@@ -137,6 +140,11 @@ KT_INLINE void store_bytes(uint8_t* p, I32 v) {
 KT_INLINE void load_words(const uint8_t* p, int64_t stride, I32 (&w)[4]) {
   KT_UNROLL for (int j = 0; j < 4; j++) KT_UNROLL for (int r = 0; r < 4; r++) w[j][r] = load_as<int32_t>(p + r * stride + j * 4);
 }
+KT_INLINE I32 greater_i32(I32 a, I32 b) { return a > b; }
+KT_INLINE I32 max_i32(I32 a, I32 b) { return a > b ? a : b; }
+KT_INLINE I32 add_i32(I32 a, I32 b) { return reinterpret_cast<I32>(reinterpret_cast<U32>(a) + reinterpret_cast<U32>(b)); }
+KT_INLINE F32 as_f32(I32 v) { return reinterpret_cast<F32>(v); }
+KT_INLINE I32 as_i32(F32 v) { return reinterpret_cast<I32>(v); }
 KT_INLINE F32 to_f32(I32 v) { return __builtin_convertvector(v, F32); }
 template <int J>
 KT_INLINE I32 byte(I32 v) {
