@@ -458,7 +458,7 @@ struct IQ1_S : IQ1<IQ1_S, 0, 1> {
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
     const I32 nibble = lookup16(nibbles_from(record, group, v), table16(kByte0));
     const I32 up = bxor(band(shift_right_16<2>(nibble), splat_i8(2)), splat_i8(2));
-    return bor(crumb<S, 3>(codes(record, group), v), up);
+    return or_crumb<S, 3>(up, codes(record, group), v);
   }
   KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {
     return eighth_of(d(record, v), band(nibbles_from(record, group, v), splat_i32(7)));
@@ -505,7 +505,7 @@ struct IQ1_M : IQ1<IQ1_M, 6, 2> {
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
     const I32 down = lookup16(nibbles_from(record, group, v), table16(kByte0));  // bit l: steps 2l and 2l + 1
     const I32 up = band(shift_16<1 - S / 2>(bxor(down, splat_i8(15))), splat_i8(2));
-    return bor(crumb<S, 3>(codes(record, group), v), up);
+    return or_crumb<S, 3>(up, codes(record, group), v);
   }
   // The bits 6 * group + 3 * half of the six bytes, maybe from two of them. (The last ones end with the sixth.)
   KT_INLINE static F32 scale(const uint8_t* record, int group, int half, int v) {

@@ -41,9 +41,6 @@ KT_INLINE I32 load_u8(const uint8_t* p) {
 KT_INLINE I32 load_s8(const uint8_t* p) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
-KT_INLINE F32 gather_f32(const float* table, const uint8_t* index) {
-  return _mm256_i32gather_ps(table, load_u8(index), 4);
-}
 KT_INLINE I32 shift_right_32(I32 v, int n) { return _mm256_srl_epi32(v, _mm_cvtsi32_si128(n)); }
 KT_INLINE I32 sub_i8(I32 a, I32 b) { return _mm256_sub_epi8(a, b); }
 KT_INLINE I32 add_i16(I32 a, I32 b) { return _mm256_add_epi16(a, b); }

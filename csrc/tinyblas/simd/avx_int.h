@@ -50,10 +50,6 @@ KT_INLINE I32 load_s8(const uint8_t* p) {
   const __m128i v = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
   return {_mm_cvtepi8_epi32(v), _mm_cvtepi8_epi32(_mm_srli_si128(v, 4))};
 }
-KT_INLINE F32 gather_f32(const float* table, const uint8_t* index) {
-  return _mm256_setr_ps(table[index[0]], table[index[1]], table[index[2]], table[index[3]], table[index[4]],
-                        table[index[5]], table[index[6]], table[index[7]]);
-}
 KT_INLINE I32 shift_right_32(I32 v, int n) {
   const __m128i count = _mm_cvtsi32_si128(n);
   return {_mm_srl_epi32(v.lo, count), _mm_srl_epi32(v.hi, count)};

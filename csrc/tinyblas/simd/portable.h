@@ -19,7 +19,6 @@
 //   mul_low_16, mul_high_u16       of 16-bit units: the product's low half; the high half of the unsigned product
 //   table16(t), lookup16(table, i) a table of 16 bytes, looked up with bytes below 16
 //   load_u8, load_s8               kLanes bytes, widened to 32-bit lanes
-//   gather_f32(table, p)           table[p[lane]] for kLanes bytes at p
 //   store_i, store_low_8, store_low_16    all of a vector; the low 8, 16 bits of each lane
 //   store_bytes(p, v)              byte j of lane r to p[16 * j + r]
 //   load_words(p, stride, w)       16 bytes of kLanes rows -> four vectors of 32-bit words, a row per lane
@@ -101,9 +100,6 @@ KT_INLINE I32 lookup16(I32 table, I32 index) {
 KT_INLINE I32 load_u8(const uint8_t* p) { return I32{p[0], p[1], p[2], p[3]}; }
 KT_INLINE I32 load_s8(const uint8_t* p) {
   return I32{static_cast<int8_t>(p[0]), static_cast<int8_t>(p[1]), static_cast<int8_t>(p[2]), static_cast<int8_t>(p[3])};
-}
-KT_INLINE F32 gather_f32(const float* table, const uint8_t* index) {
-  return F32{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
 }
 template <int N>
 KT_INLINE I32 shift_right_32(I32 v) {  // logical
