@@ -310,12 +310,15 @@ def _choose(
         for name, _ in plan.members:
             planned[f"{name}.weight"] = (plan.weight_type, plan.note)
     known = dict(skeleton.named_parameters(remove_duplicate=False))
+    embeddings = {name for name, module in skeleton.named_modules() if isinstance(module, nn.Embedding)}
     types, notes = {}, {}
     for name, entry in entries.items():
         if len(entry.shape) < 2:
             continue
         there = names.get(name, "")
         kind, note = planned.get(there, (None, "not a linear layer" if there else "no parameter of the model"))
+        if there.removesuffix(".weight") in embeddings and there not in planned:
+            note = "an embedding; a rule that names it quantizes it"
         if kind is not None and tuple(known[there].shape) != entry.shape:
             kind, note = None, f"the model has it as {list(known[there].shape)}"
         if kind is not None and DTYPES.get(entry.dtype) not in _FLOATS:

@@ -63,6 +63,13 @@ def metadata(path: Path) -> dict[str, str]:
         return file.metadata()
 
 
+def test_a_kept_embedding_says_how_to_quantize_it(tmp_path):
+    saved(tmp_path / "in")
+    report = quantize_checkpoint(tmp_path / "in", tmp_path / "out", "Q8_0")
+    (row,) = [row for row in report.rows if row.name == "embed_tokens.weight"]
+    assert row.error is None and row.note == "an embedding; a rule that names it quantizes it"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_file_keeps_its_names_and_holds_the_rows(tmp_path, dtype, monkeypatch):
     monkeypatch.setattr(cli, "CHUNK_BYTES", 5000)  # several chunks a tensor
@@ -185,7 +192,7 @@ def test_load_quantized_says_what_does_not_fit(tmp_path):
         lambda m: setattr(m, "head", nn.Linear(256, 2, bias=False)), r"head.weight has shape \[1, 256\].*\[2, 256\]"
     )
     refuses(lambda m: setattr(m, "head", nn.Bilinear(1, 1, 1)), "head.weight is Q8_0.*type is Bilinear")
-    refuses(lambda m: setattr(m, "extra", nn.Linear(2, 2)), "the file has no extra.weight")
+    refuses(lambda m: setattr(m, "extra", nn.Linear(2, 2)), "the file has no extra.weight .strict=False")
     refuses(lambda m: delattr(m, "head"), "the model has no head.weight")
     refuses(lambda m: m.register_buffer("steps", torch.arange(4)), r"steps has shape \[3\], but \[4\]")
     refuses(lambda m: ktlinear.patch(m, rules={"embed_tokens": "Q8_0"}), "embed_tokens.weight is F32.*Embedding")
@@ -193,6 +200,11 @@ def test_load_quantized_says_what_does_not_fit(tmp_path):
     refuses(lambda m: None, "no such file", FileNotFoundError, path="nothing")
     with pytest.raises(TypeError, match="model.*str"):
         ktlinear.load_quantized("model", tmp_path / "out")
+
+    model = Model()
+    model._non_persistent_buffers_set.add("steps")  # as with position_ids, which old checkpoints hold
+    ktlinear.load_quantized(model, tmp_path / "out")
+    assert isinstance(model.head, Linear)
 
     model = Model()
     model.extra = nn.Linear(2, 2)
