@@ -49,10 +49,10 @@ if os.environ.get("KTLINEAR_WERROR") == "1":
 OPS_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 
 
-def tier_sources(tier: str) -> list[str]:
-    if tier == "unsupported":
-        return ["csrc/tinyblas/tinyblas_cpu_unsupported.cpp"]
-    return [f"csrc/tinyblas/tinyblas_cpu_{family}_{tier}.cpp" for family in ("sgemm", "mixmul")]
+def tier_sources(tier: str) -> dict[str, list[str]]:
+    """The tier's sources, each with the flags of the tier that it is named after."""
+    parts = {"sgemm_": tier, "mixmul_": cpu.TIERS[tier].mixmul or tier} if tier != "unsupported" else {"": tier}
+    return {f"csrc/tinyblas/tinyblas_cpu_{part}{of}.cpp": list(cpu.TIERS[of].cflags) for part, of in parts.items()}
 
 
 def source_flags() -> dict[str, list[str]]:
@@ -61,7 +61,7 @@ def source_flags() -> dict[str, list[str]]:
     Nothing but a tier's own files sees its -m flags: an inline function compiled with them elsewhere could be picked by
     the linker for every tier. tiers.cpp is what selects the tier of a single-tier build, by these very flags.
     """
-    flags = {source: list(cpu.TIERS[tier].cflags) for tier in BUILT for source in tier_sources(tier)}
+    flags = {source: own for tier in BUILT for source, own in tier_sources(tier).items()}
     flags["csrc/tinyblas/tiers.cpp"] = ["-DKT_ALL_TIERS"] if ISA == "all" else list(cpu.TIERS[BUILT[0]].cflags)
     for source in sorted((ROOT / "csrc" / "ops").glob("*.cpp")):
         flags[source.relative_to(ROOT).as_posix()] = OPS_FLAGS

@@ -18,10 +18,13 @@ class Tier(NamedTuple):
         features: what the CPU must have, as ``/proc/cpuinfo`` spells it. The kernel lists a feature only if it also
             saves the registers, so these names imply the operating system's support.
         cflags: the compiler flags for GCC and Clang.
+        mixmul: the tier whose kernels for quantized weights this one uses; empty if it has its own. Those kernels are
+            nearly all of the library, so a tier whose own instructions serve float weights alone adds no second copy.
     """
 
     features: tuple[str, ...]
     cflags: tuple[str, ...]
+    mixmul: str = ""
 
 
 _AVX2 = ("avx", "fma", "f16c", "avx2", "bmi2")
@@ -31,7 +34,9 @@ _AVX512_FLAGS = (*_AVX2_FLAGS, "-mprfchw", "-mavx512f", "-mavx512bw", "-mavx512d
 
 # Best first.
 _X86_TIERS = {
-    "amd_zen4": Tier((*_AVX512, "avx512_vnni", "avx512_bf16"), (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16")),
+    "amd_zen4": Tier(
+        (*_AVX512, "avx512_vnni", "avx512_bf16"), (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16"), "amd_avx512vnni"
+    ),
     "amd_avx512vnni": Tier((*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
     "amd_avx512f": Tier(_AVX512, _AVX512_FLAGS),
     "amd_avxvnni": Tier((*_AVX2, "avx_vnni"), (*_AVX2_FLAGS, "-mprfchw", "-mavxvnni")),

@@ -30,7 +30,7 @@ inline constexpr Blocking kBlockings[] = {
     {"amd_avxvnni", 6, 2, 384, 4, 3, 8, 6, 1, 1024, 4, false, 4},
     {"amd_avx512f", 8, 3, 256, 4, 6, 16, 7, 2, 512, 4, true, 8},
     {"amd_avx512vnni", 8, 3, 256, 4, 6, 16, 7, 2, 512, 4, true, 16},
-    {"amd_zen4", 8, 3, 256, 4, 6, 16, 7, 2, 512, 4, true, 16},
+    {"amd_zen4", 8, 3, 256, 4, 6, 16, 0, 0, 0, 0, false, 0},
 };
 
 #define KT_STRINGIZE_(x) #x

@@ -13,7 +13,10 @@
   extern const Codec codec;            \
   extern const Limits limits;          \
   }
-#define KT_TIER_ROW(name) {#name, &name::sgemm, &name::mixmul, &name::codec, &name::limits}
+#define KT_TIER_ROW(name) KT_TIER_ROW_WITH(name, name)
+// A tier whose kernels for quantized weights are another's (ktlinear/_cpu.py: mixmul).
+#define KT_TIER_ROW_WITH(name, other) {#name, &name::sgemm, &other::mixmul, &other::codec, &name::limits}
+#define KT_ZEN4_ROW KT_TIER_ROW_WITH(amd_zen4, amd_avx512vnni)  // its bf16 products serve float weights alone
 
 KT_DECLARE_TIER(unsupported)
 #if defined(__x86_64__) || defined(_M_X64)
@@ -31,15 +34,15 @@ namespace ktlinear::tinyblas {
 // Rows of the table of tiers, best first.
 #if defined(KT_ALL_TIERS)
 #if defined(__x86_64__) || defined(_M_X64)
-#define KT_TIERS                                                                                          \
-  KT_TIER_ROW(amd_zen4), KT_TIER_ROW(amd_avx512vnni), KT_TIER_ROW(amd_avx512f), KT_TIER_ROW(amd_avxvnni), \
-      KT_TIER_ROW(amd_avx2), KT_TIER_ROW(amd_fma), KT_TIER_ROW(amd_avx), KT_TIER_ROW(unsupported)
+#define KT_TIERS                                                                                                       \
+  KT_ZEN4_ROW, KT_TIER_ROW(amd_avx512vnni), KT_TIER_ROW(amd_avx512f), KT_TIER_ROW(amd_avxvnni), KT_TIER_ROW(amd_avx2), \
+      KT_TIER_ROW(amd_fma), KT_TIER_ROW(amd_avx), KT_TIER_ROW(unsupported)
 #else
 #define KT_TIERS KT_TIER_ROW(unsupported)
 #endif
 #elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
-#define KT_TIERS KT_TIER_ROW(amd_zen4)
+#define KT_TIERS KT_ZEN4_ROW
 #elif defined(__AVX512VNNI__)
 #define KT_TIERS KT_TIER_ROW(amd_avx512vnni)
 #else

@@ -1,4 +1,0 @@
-#define KT_TIER amd_zen4
-#include "simd/avx512vnni_dot.h"
-
-#include "mixmul.h"
