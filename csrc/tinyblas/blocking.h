@@ -11,7 +11,7 @@ struct Blocking {
   //   registers: mr * nv sums + nv weights + 1 broadcast
   int mr, nv, kc, block_panels;
   // Small M, float weights: dot products of dot_mr rows of x with 4 rows of W; used up to M = dot_max.
-  //   registers: 4 * dot_mr sums + dot_mr x + 1 weight
+  //   registers: 4 * dot_mr sums + 4 weights + 1 x
   int dot_mr, dot_max;
   // int8 micro-kernel: int_mr rows of x by int_panels panels of 16 rows of W; int_kc, int_block_panels as above.
   //   registers: int_mr * int_panels * (16 / lanes) int32 sums, and as many fp32 sums where c_in_registers
@@ -28,9 +28,9 @@ inline constexpr Blocking kBlockings[] = {
     {"amd_fma", 6, 2, 384, 4, 3, 8, 0, 0, 0, 0, false, 0},
     {"amd_avx2", 6, 2, 384, 4, 3, 8, 6, 1, 1024, 4, false, 4},
     {"amd_avxvnni", 6, 2, 384, 4, 3, 8, 6, 1, 1024, 4, false, 4},
-    {"amd_avx512f", 8, 3, 256, 4, 6, 16, 7, 2, 512, 4, true, 8},
-    {"amd_avx512vnni", 8, 3, 256, 4, 6, 16, 7, 2, 512, 4, true, 16},
-    {"amd_zen4", 8, 3, 256, 4, 6, 16, 0, 0, 0, 0, false, 0},
+    {"amd_avx512f", 8, 3, 256, 4, 6, 32, 7, 2, 512, 4, true, 8},
+    {"amd_avx512vnni", 8, 3, 256, 4, 6, 32, 7, 2, 512, 4, true, 16},
+    {"amd_zen4", 8, 3, 256, 4, 6, 32, 0, 0, 0, 0, false, 0},
 };
 
 #define KT_STRINGIZE_(x) #x

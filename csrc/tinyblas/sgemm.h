@@ -1,7 +1,8 @@
 // Float weights: fp32, fp16 or bf16 rows, any float input, fp32 accumulation.
 //
 // Small M: dot products straight from W's rows, each row read once and in order. Large M: gemm_f32.h, W converted while a panel
-// is packed, so 16-bit weights run at fp32 speed on CPUs without 16-bit arithmetic.
+// is packed, so 16-bit weights run at fp32 speed on CPUs without 16-bit arithmetic. With it (KT_HAS_BF16_DOT), bf16 x and W are
+// multiplied as they are; fp32 or fp16 x would lose accuracy.
 #pragma once
 
 #include "gemm_f32.h"
@@ -10,124 +11,145 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 enum FloatPath { kDots, kPanels };  // small M, large M
 
+// ---------------------------------------------------------------- arithmetic
+
+// W widened to fp32.
 template <Type T>
-KT_INLINE F32 load_weight(const char* p) {
-  if constexpr (T == Type::F32) return load(reinterpret_cast<const float*>(p));
-  if constexpr (T == Type::F16) return load_f16(reinterpret_cast<const uint16_t*>(p));
-  if constexpr (T == Type::BF16) return load_bf16(reinterpret_cast<const uint16_t*>(p));
-}
-// The first n lanes; the others 0.
-template <Type T>
-KT_INLINE F32 load_weight_n(const char* p, int n) {
-  alignas(64) char buffer[kLanes * 4] = {};
-  std::memcpy(buffer, p, static_cast<size_t>(n) * element_bytes(T));
-  return load_weight<T>(buffer);
+struct Widened : Fp32 {
+  using Lane = Fp32;                                   // what x and the products are: one kernel for all types of W
+  static constexpr int kLaneBytes = element_bytes(T);  // of W
+  // kLanes lanes of W, all of them whole; lane k of a row.
+  KT_INLINE static F32 load_w(const char* p) {
+    if constexpr (T == Type::F32) return load(reinterpret_cast<const float*>(p));
+    if constexpr (T == Type::F16) return load_f16(reinterpret_cast<const uint16_t*>(p));
+    if constexpr (T == Type::BF16) return load_bf16(reinterpret_cast<const uint16_t*>(p));
+  }
+  KT_INLINE static float w_lane(const Problem&, const char* row, int64_t k) { return load_element(row, T, k); }
+};
+
+
+// f.template operator()<Arithmetic>() for the types of x and W.
+template <class F>
+KT_INLINE auto with_arithmetic(const Problem& p, F f) {
+  if (p.w_type == Type::F16) return f.template operator()<Widened<Type::F16>>();
+  if (p.w_type == Type::BF16) return f.template operator()<Widened<Type::BF16>>();
+  return f.template operator()<Widened<Type::F32>>();
 }
 
 // ---------------------------------------------------------------- large M
 
-template <Type T>
+template <class Arithmetic>
 struct FloatRows {
   const Problem& p;
   const char* row(int64_t n) const { return static_cast<const char*>(p.w) + n * p.ldw; }
 
   void fill(int64_t n, int vectors, int64_t k0, int64_t kc, float* panel) const {
+    const int64_t whole = min_of(kc, p.k / Arithmetic::kPer - k0);
     for (int v = 0; v < vectors; v++, panel += kLanes, n += kLanes) {
       const int rows = static_cast<int>(min_of<int64_t>(kLanes, p.n - n));
-      const char* w = row(n) + k0 * element_bytes(T);
+      const char* w = row(n) + k0 * Arithmetic::kLaneBytes;
       int64_t k = 0;
-      for (; k + kLanes <= kc; k += kLanes) {
+      for (; k + kLanes <= whole; k += kLanes) {
         F32 t[kLanes];
+        const char* wk = w + k * Arithmetic::kLaneBytes;
         if (rows == kLanes) {
-    KT_UNROLL for (int r = 0; r < kLanes; r++) t[r] = load_weight<T>(w + r * p.ldw + k * element_bytes(T));
+    KT_UNROLL for (int r = 0; r < kLanes; r++) t[r] = Arithmetic::load_w(wk + r * p.ldw);
         } else {
-          KT_UNROLL for (int r = 0; r < kLanes; r++)
-            t[r] = r < rows ? load_weight<T>(w + r * p.ldw + k * element_bytes(T)) : zero();
+          KT_UNROLL for (int r = 0; r < kLanes; r++) t[r] = r < rows ? Arithmetic::load_w(wk + r * p.ldw) : zero();
         }
         transpose(t);
         KT_UNROLL for (int i = 0; i < kLanes; i++) store(panel + (k + i) * kNR, t[i]);
       }
       for (; k < kc; k++)
         for (int r = 0; r < kLanes; r++)
-          panel[k * kNR + r] = r < rows ? load_element(w + r * p.ldw, T, k) : 0.f;
+          panel[k * kNR + r] = r < rows ? Arithmetic::w_lane(p, row(n + r), k0 + k) : 0.f;
     }
   }
   NextSlice next(int64_t n, int64_t k, int64_t kc) const {
-    return {row(n) + k * element_bytes(T), p.ldw, kc * element_bytes(T), kNR};
+    return {row(n) + k * Arithmetic::kLaneBytes, p.ldw, kc * Arithmetic::kLaneBytes, kNR};
   }
 };
 
 // ---------------------------------------------------------------- small M
+//
+//   x prepared   for each tile of R rows, for each line: [vectors a line][R][lanes]    (one stream, whatever M)
+//   c            [M][4] vectors of partial sums, kept between the chunks of K
+//
+// A line is 64 bytes of a row of W; a chunk so many bytes of four rows that they stay in L1 while all tiles pass over them.
 
-inline constexpr int kDotRows = 4;           // rows of W at once: four sequential streams a thread
-inline constexpr int kDotChunk = 512;        // K per pass where several tiles of x share the rows of W in L1
+inline constexpr int kDotRows = 4;               // rows of W at once: four sequential streams a thread
+inline constexpr int kDotChunk = 2048;           // bytes of a row, about; also how far ahead W is fetched
 inline constexpr int64_t kDotCached = 64 << 10;  // bytes of W that need no software prefetch
-inline constexpr int kDotAhead = 2048;       // bytes of software prefetch: weights come from memory, once
 
-KT_INLINE int64_t padded(int64_t k) { return ceil_div(k, kLanes) * kLanes; }
+template <class Arithmetic>
+inline constexpr int kLineVectors = 64 / Arithmetic::kLaneBytes / kLanes;
 
-// c[R][NW] += x[R][kc] . W[NW][kc]. Per kLanes of K: NW weight loads, R loads of x, R * NW FMAs.
-// Rows [f0, f1) of W are fetched `ahead` bytes further on: to L2 from far ahead, since more lines can be on their way
-// there than to L1; to L1 where other tiles still work on the lines before.
-template <Type T, int R, int NW>
-KT_INLINE void dots(const char* w, int64_t ldw, const float* x, int64_t ldx, int64_t kc, F32* c, bool accumulate, int f0,
-                    int f1, int64_t ahead, bool to_l2) {
+template <class Arithmetic>
+KT_INLINE int64_t line_count(int64_t k) {
+  return ceil_div(k, kLineVectors<Arithmetic> * kLanes * Arithmetic::kPer);
+}
+
+// What a pass over a chunk fetches meanwhile, as much of rows [first, last), `ahead` bytes further on. Into L2, whose misses wait in
+// a longer queue than L1's: a third more bandwidth on Zen 4.
+struct FetchRows {
+  int first, last;
+  int64_t ahead;
+};
+
+// c[R][NW] += x[R] . W[NW] over `bytes` of each row of W. Per vector: NW loads of W, R loads of x, R * NW products.
+template <class Arithmetic, int R, int NW>
+KT_INLINE void dots(const char* w, int64_t ldw, int64_t bytes, const float* x, F32* c, bool accumulate,
+                    FetchRows fetch) {
   F32 acc[R][NW];
   KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int j = 0; j < NW; j++)
     acc[r][j] = accumulate ? c[r * kDotRows + j] : zero();
-  auto step = [&](int64_t k, auto weight) KT_ALWAYS_INLINE_LAMBDA {
-    F32 a[R];
-    KT_UNROLL for (int r = 0; r < R; r++) a[r] = load(x + r * ldx + k);
-    KT_UNROLL for (int j = 0; j < NW; j++) {
-      const F32 b = weight(w + j * ldw + k * element_bytes(T));
-      KT_UNROLL for (int r = 0; r < R; r++) acc[r][j] = fma(a[r], b, acc[r][j]);
+  auto line = [&](const char* p, int64_t stride) KT_ALWAYS_INLINE_LAMBDA {
+    KT_UNROLL for (int v = 0; v < kLineVectors<Arithmetic>; v++, p += kLanes * Arithmetic::kLaneBytes) {
+      F32 b[NW];
+      KT_UNROLL for (int j = 0; j < NW; j++) b[j] = Arithmetic::load_w(p + j * stride);
+      KT_UNROLL for (int r = 0; r < R; r++, x += kLanes) {
+        const F32 a = load(x);
+        KT_UNROLL for (int j = 0; j < NW; j++) acc[r][j] = Arithmetic::multiply_add(a, b[j], acc[r][j]);
+      }
     }
   };
-  constexpr int kLine = 64 / element_bytes(T);  // elements a cache line; a multiple of kLanes
-  int64_t k = 0;
-  for (; k + kLine <= kc; k += kLine) {
-    for (int j = f0; j < f1; j++) {
-      const char* fetch = w + j * ldw + k * element_bytes(T) + ahead;
-      to_l2 ? prefetch_l2(fetch) : prefetch_l1(fetch);
-    }
-    KT_UNROLL for (int i = 0; i < kLine; i += kLanes) step(k + i, [](const char* p) KT_ALWAYS_INLINE_LAMBDA { return load_weight<T>(p); });
+  int64_t i = 0;
+  for (; i + 64 <= bytes; i += 64) {
+    for (int j = fetch.first; j < fetch.last; j++) prefetch_l2(w + j * ldw + i + fetch.ahead);
+    line(w + i, ldw);
   }
-  for (; k + kLanes <= kc; k += kLanes) step(k, [](const char* p) KT_ALWAYS_INLINE_LAMBDA { return load_weight<T>(p); });
-  if (k < kc) {
-    const int n = static_cast<int>(kc - k);
-    step(k, [n](const char* p) KT_ALWAYS_INLINE_LAMBDA { return load_weight_n<T>(p, n); });
+  if (i < bytes) {
+    alignas(64) char tail[NW * 64] = {};
+    for (int j = 0; j < NW; j++) std::memcpy(tail + j * 64, w + j * ldw + i, static_cast<size_t>(bytes - i));
+    line(tail, 64);
   }
   KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int j = 0; j < NW; j++) c[r * kDotRows + j] = acc[r][j];
 }
 
-template <Type T, int NW>
-KT_NOINLINE void dots_rows(int rows, const char* w, int64_t ldw, const float* x, int64_t ldx, int64_t kc, F32* c,
-                           bool accumulate, int f0, int f1, int64_t ahead, bool to_l2) {
+template <class Arithmetic, int NW>
+KT_NOINLINE void dots_rows(int rows, const char* w, int64_t ldw, int64_t bytes, const float* x, F32* c, bool accumulate,
+                           FetchRows fetch) {
   with_rows<kBlocking.dot_mr>(rows, [&]<int R>() KT_ALWAYS_INLINE_LAMBDA {
-    dots<T, R, NW>(w, ldw, x, ldx, kc, c, accumulate, f0, f1, ahead, to_l2);
+    dots<Arithmetic, R, NW>(w, ldw, bytes, x, c, accumulate, fetch);
   });
 }
 
 // All rows of x by rows [n, n + NW) of W.
-template <Type T, int NW>
-KT_INLINE void dot_block(const Problem& p, const float* x, F32* c, int64_t n) {
-  const int tiles = static_cast<int>(ceil_div(p.m, kBlocking.dot_mr));
-  const int64_t ldx = padded(p.k), row_bytes = p.k * element_bytes(T);
-  // One tile: one pass over K, of which the end fetches the rows of the next block instead. Several: chunks.
-  const int64_t near = min_of<int64_t>(kDotAhead, row_bytes / 128 * 64);
-  const int64_t chunk = tiles > 1 ? kDotChunk : near > 0 ? (row_bytes - near) / 64 * 64 / element_bytes(T) : p.k;
+template <class Arithmetic, int NW>
+KT_INLINE void dot_block(const Problem& p, int tiles, const float* x, F32* c, int64_t n) {
+  constexpr int64_t kX = kLineVectors<Arithmetic> * kLanes;  // of a line and row of x
+  const int64_t row_bytes = p.k * Arithmetic::kLaneBytes / Arithmetic::kPer, x_row = line_count<Arithmetic>(p.k) * kX;
   const char* w = static_cast<const char*>(p.w) + n * p.ldw;
   const bool cold = p.n * p.ldw > kDotCached;
-  for (int64_t k = 0; k < p.k; k += chunk) {
-    const int64_t kc = min_of(chunk, p.k - k);
-    // Several tiles fetch the next chunk together, each its share of the rows.
-    const int64_t step = tiles == 1 ? near : kc * element_bytes(T);
-    const int64_t ahead = k + kc < p.k ? step : NW * p.ldw - k * element_bytes(T);
+  const int64_t chunks = row_bytes < kDotChunk ? 1 : (row_bytes + kDotChunk / 2) / kDotChunk;  // even ones
+  const int64_t chunk = ceil_div(ceil_div(row_bytes, chunks), 64) * 64;
+  for (int64_t o = 0; o < row_bytes; o += chunk) {
+    const int64_t ahead = o + chunk < row_bytes ? chunk : NW * p.ldw - o;
     for (int t = 0; t < tiles; t++) {
-      const int64_t row = tile_begin(p.m, tiles, t);
-      const int rows = static_cast<int>(tile_begin(p.m, tiles, t + 1) - row);
-      dots_rows<T, NW>(rows, w + k * element_bytes(T), p.ldw, x + row * ldx + k, ldx, kc, c + row * kDotRows, k > 0,
-                       NW * t / tiles, cold ? NW * (t + 1) / tiles : 0, ahead, tiles == 1);
+      const int64_t row = tile_begin(p.m, tiles, t), rows = tile_begin(p.m, tiles, t + 1) - row;
+      dots_rows<Arithmetic, NW>(static_cast<int>(rows), w + o, p.ldw, min_of(chunk, row_bytes - o),
+                                x + row * x_row + o / 64 * rows * kX, c + row * kDotRows, o > 0,
+                                {NW * t / tiles, cold ? NW * (t + 1) / tiles : 0, ahead});
     }
   }
   for (int64_t m = 0; m < p.m; m++) {
@@ -141,66 +163,79 @@ KT_INLINE void dot_block(const Problem& p, const float* x, F32* c, int64_t n) {
   }
 }
 
-template <Type T>
-KT_INLINE void sgemm_typed(const Problem& p, const Plan& plan, const void* activations, void* scratch, int64_t begin,
-                           int64_t end) {
-  const float* x = static_cast<const float*>(activations);
-  if (plan.path == kDots) {
-    for (int64_t unit = begin; unit < end; unit++) {
-      int64_t n = unit * kDotRows;
-      if (n + kDotRows <= p.n)
-        dot_block<T, kDotRows>(p, x, static_cast<F32*>(scratch), n);
-      else
-        for (; n < p.n; n++) dot_block<T, 1>(p, x, static_cast<F32*>(scratch), n);
+// Tiles [begin, end) of x, padded to `vectors` a row.
+template <class Lane>
+KT_INLINE void prepare_dots(const Problem& p, const Plan& plan, int64_t vectors, float* out, int64_t begin,
+                            int64_t end) {
+  const int64_t whole = p.k / Lane::kPer, lanes = ceil_div(p.k, Lane::kPer);
+  for (int64_t t = begin; t < end; t++) {
+    const int64_t row = tile_begin(p.m, plan.tiles, t), rows = tile_begin(p.m, plan.tiles, t + 1) - row;
+    for (int64_t r = 0; r < rows; r++) {
+      float* o = out + (row * vectors + r) * kLanes;
+      for (int64_t k = 0; k < vectors * kLanes; k += kLanes, o += rows * kLanes) {
+        if (k + kLanes <= whole) {
+          store(o, Lane::load_x(p, row + r, k));
+        } else {
+          store(o, zero());
+          for (int64_t i = k; i < lanes; i++) o[i - k] = Lane::x_lane(p, row + r, i);
+        }
+      }
     }
-  } else {
-    gemm(p, plan, KernelF32<FloatRows<T>>{plan, {p}, p.n}, x, scratch, begin, end);
   }
 }
 
 // ---------------------------------------------------------------- the interface
 
+template <class Arithmetic>
+KT_INLINE Problem in_lanes(Problem p) {
+  p.k = ceil_div(p.k, Arithmetic::kPer);
+  return p;
+}
+
 static Plan sgemm_plan(const Problem& p, int threads) {
   Plan plan{};
-  if (p.m <= kBlocking.dot_max) {
-    plan.path = kDots;
-    plan.activation_bytes = p.m * padded(p.k) * 4;
-    plan.scratch_bytes = p.m * kDotRows * static_cast<int64_t>(sizeof(F32));
-    plan.prepare_units = p.m;
-    plan.compute_units = ceil_div(p.n, kDotRows);
-  } else {
-    plan.path = kPanels;
-    plan_gemm_f32<FloatRows<Type::F32>>(plan, p, threads, kBlocking.kc, 64);
-  }
+  with_arithmetic(p, [&]<class Arithmetic>() {
+    if (p.m <= kBlocking.dot_max) {
+      plan.path = kDots;
+      plan.tiles = static_cast<int>(ceil_div(p.m, kBlocking.dot_mr));
+      plan.activation_bytes = p.m * line_count<Arithmetic>(p.k) * kLineVectors<Arithmetic> * kLanes * 4;
+      plan.scratch_bytes = p.m * kDotRows * static_cast<int64_t>(sizeof(F32));
+      plan.prepare_units = plan.tiles;
+      plan.compute_units = ceil_div(p.n, kDotRows);
+    } else {
+      plan.path = kPanels;
+      plan_gemm_f32<FloatRows<Arithmetic>>(plan, in_lanes<Arithmetic>(p), threads, kBlocking.kc, 64);
+    }
+  });
   return plan;
 }
 static bool sgemm_prepare(const Problem& p, const Plan& plan, void* activations, int64_t begin, int64_t end) {
   float* out = static_cast<float*>(activations);
-  if (plan.path == kPanels) {
-    pack_x_f32(p, plan, out, begin, end);
-    return true;
-  }
-  for (int64_t m = begin; m < end; m++) {
-    float* o = out + m * padded(p.k);
-    int64_t k = 0;
-    for (; k + kLanes <= p.k; k += kLanes) store(o + k, load_float(p.x, p.x_type, x_index(p, m, k)));
-    if (k < p.k) {
-      store(o + k, zero());
-      for (; k < p.k; k++) o[k] = load_element(p.x, p.x_type, x_index(p, m, k));
-    }
-  }
+  auto prepare = [&]<class Lane>() {
+    if (plan.path == kDots)
+      prepare_dots<Lane>(p, plan, plan.activation_bytes / (p.m * kLanes * 4), out, begin, end);
+    else
+      pack_x_f32<Lane>(p, plan, out, begin, end);
+  };
+  prepare.template operator()<Fp32>();
   return true;
 }
 static void sgemm_compute(const Problem& p, const Plan& plan, const void* activations, void* scratch, int64_t begin,
                           int64_t end) {
-  switch (p.w_type) {
-    case Type::F16:
-      return sgemm_typed<Type::F16>(p, plan, activations, scratch, begin, end);
-    case Type::BF16:
-      return sgemm_typed<Type::BF16>(p, plan, activations, scratch, begin, end);
-    default:
-      return sgemm_typed<Type::F32>(p, plan, activations, scratch, begin, end);
-  }
+  with_arithmetic(p, [&]<class Arithmetic>() {
+    const float* x = static_cast<const float*>(activations);
+    if (plan.path == kPanels)
+      return gemm(in_lanes<Arithmetic>(p), plan, KernelF32<FloatRows<Arithmetic>, typename Arithmetic::Lane>{plan, {p}, p.n}, x,
+                  scratch, begin, end);
+    F32* c = static_cast<F32*>(scratch);
+    for (int64_t unit = begin; unit < end; unit++) {
+      int64_t n = unit * kDotRows;
+      if (n + kDotRows <= p.n)
+        dot_block<Arithmetic, kDotRows>(p, plan.tiles, x, c, n);
+      else
+        for (; n < p.n; n++) dot_block<Arithmetic, 1>(p, plan.tiles, x, c, n);
+    }
+  });
 }
 
 extern const Kernels sgemm;
