@@ -199,14 +199,62 @@ def test_bias_is_added_in_fp32_and_the_sum_rounded_once(isa: str, dtype: torch.d
         assert torch.equal(kt.linear(x[:m], weight, bias), torch.full((m, 19), step + 2.0, dtype=dtype))
 
 
-@pytest.mark.parametrize("kind", ["F32", *(t.name for t in QUANTIZED)])
+# ------------------------------------------------------------------------------------------------ bf16 x by bf16 W
+#
+# A tier may have an instruction that multiplies them as they are, in pairs of K.
+
+
+def bf16_integers(rows: int, k: int, odd: bool) -> torch.Tensor:
+    """Integers from -2 to 2, in rows whose neighbours in memory are NaN, at an address of odd elements or even."""
+    wide = torch.full((rows, k + 2 + odd), float("nan"), dtype=torch.bfloat16)
+    wide[:, 1 : k + 1] = torch.randint(-2, 3, (rows, k))
+    return wide[:, 1 : k + 1]
+
+
+@pytest.mark.parametrize("k", (1, 2, 31, 33, 64, 127, 515, 2113))
+def test_bf16_products_are_summed_in_fp32_and_rounded_once(isa: str, k: int) -> None:
+    for odd in (False, True):
+        for n in (1, 13, 50, 100):
+            x, weight, bias = bf16_integers(70, k, odd), bf16_integers(n, k, not odd), torch.randn(n)
+            sums = x.double() @ weight.double().t()
+            for m in (1, 2, 5, 6, 7, 13, 16, 24, 25, 32, 33, 50, 70):
+                y = kt.linear(x[:m], weight, bias)
+                assert torch.equal(y, (sums[:m].float() + bias).bfloat16()), (m, n, odd)
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")))
+def test_bf16_specials_stay_in_their_row_and_column(isa: str, value: float) -> None:
+    for m in (1, 5, 20, 70):
+        x, weight = torch.ones(m, 67, dtype=torch.bfloat16), torch.ones(37, 67, dtype=torch.bfloat16)
+        x[m // 2, 66] = value
+        weight[36, 65] = value
+        expected = torch.full((m, 37), 67.0)
+        expected[m // 2], expected[:, 36] = value, value
+        torch.testing.assert_close(kt.linear(x, weight).float(), expected, rtol=0, atol=0, equal_nan=True)
+        weight[36, 66], weight[36, 65] = 0, 1  # infinity times zero
+        assert kt.linear(x, weight)[m // 2, 36].isnan()
+
+
+def test_bf16_range_is_that_of_fp32(isa: str) -> None:
+    for m in (1, 5, 20, 70):
+        x, weight = torch.zeros(m, 33, dtype=torch.bfloat16), torch.zeros(19, 33, dtype=torch.bfloat16)
+        x[:, 32], weight[:, 32] = 2.0**-126, 2.0**127  # the least normal number
+        assert torch.equal(kt.linear(x, weight), torch.full((m, 19), 2.0, dtype=torch.bfloat16))
+        x[:, 32] = 4
+        assert torch.equal(kt.linear(x, weight), torch.full((m, 19), float("inf"), dtype=torch.bfloat16))
+        x[:, 32], weight[:, 32] = 2.0**-130, 2.0**127  # subnormal: counts in full, or as zero
+        assert set(kt.linear(x, weight).unique().tolist()) <= {0.0, 0.125}
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *(t.name for t in QUANTIZED)])
 def test_a_sum_does_not_depend_on_its_place(isa: str, kind: str) -> None:
     """Equal rows of W and of x give equal bits everywhere, in tails too."""
     t = WeightType[kind]
     k = whole_blocks(t, 1056)
-    weight = torch.randn(1, k) if kind == "F32" else random_rows(1, k, t)
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind)
+    weight = torch.randn(1, k).to(dtype) if dtype else random_rows(1, k, t)
     for n, m in ((67, 1), (67, 7), (35, 41)):
-        x = torch.randn(1, k).expand(m, -1)
+        x = torch.randn(1, k).to(dtype or torch.float32).expand(m, -1)
         y = kt.linear(x, weight.expand(n, -1), None, int(t))
         assert torch.equal(y, y[:1, :1].expand(m, n))
 

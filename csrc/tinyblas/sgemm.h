@@ -27,10 +27,31 @@ struct Widened : Fp32 {
   KT_INLINE static float w_lane(const Problem&, const char* row, int64_t k) { return load_element(row, T, k); }
 };
 
+#ifdef KT_HAS_BF16_DOT
+// Both bf16: a lane is a pair of neighbours, the last of an odd K with 0.
+struct Pairs {
+  using Lane = Pairs;
+  static constexpr int kPer = 2, kLaneBytes = 4;
+  KT_INLINE static F32 multiply_add(F32 a, F32 b, F32 c) { return dot_bf16(a, b, c); }
+  KT_INLINE static F32 load_w(const char* p) { return load(reinterpret_cast<const float*>(p)); }
+  KT_INLINE static float w_lane(const Problem& p, const char* row, int64_t k) {
+    return 2 * k + 1 < p.k ? load_as<float>(row + 4 * k) : bits_as<float>(uint32_t{load_as<uint16_t>(row + 4 * k)});
+  }
+  KT_INLINE static const char* x_row(const Problem& p, int64_t m) {
+    return static_cast<const char*>(p.x) + x_index(p, m, 0) * 2;
+  }
+  KT_INLINE static F32 load_x(const Problem& p, int64_t m, int64_t k) { return load_w(x_row(p, m) + 4 * k); }
+  KT_INLINE static float x_lane(const Problem& p, int64_t m, int64_t k) { return w_lane(p, x_row(p, m), k); }
+};
+KT_INLINE bool pairs(const Problem& p) { return p.x_type == Type::BF16 && p.w_type == Type::BF16; }
+#endif
 
 // f.template operator()<Arithmetic>() for the types of x and W.
 template <class F>
 KT_INLINE auto with_arithmetic(const Problem& p, F f) {
+#ifdef KT_HAS_BF16_DOT
+  if (pairs(p)) return f.template operator()<Pairs>();
+#endif
   if (p.w_type == Type::F16) return f.template operator()<Widened<Type::F16>>();
   if (p.w_type == Type::BF16) return f.template operator()<Widened<Type::BF16>>();
   return f.template operator()<Widened<Type::F32>>();
@@ -217,6 +238,9 @@ static bool sgemm_prepare(const Problem& p, const Plan& plan, void* activations,
     else
       pack_x_f32<Lane>(p, plan, out, begin, end);
   };
+#ifdef KT_HAS_BF16_DOT
+  if (pairs(p)) return prepare.template operator()<Pairs>(), true;
+#endif
   prepare.template operator()<Fp32>();
   return true;
 }
