@@ -41,9 +41,18 @@ def llama(tied: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def states_are_equal(*models: nn.Module) -> bool:
-    first, *others = (model.state_dict() for model in models)
+    """The same bytes under the same names, and the same logical dtypes."""
+
+    def dtypes(model: nn.Module) -> dict:
+        return {n: m.weight.dtype for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))}
+
+    first, *others = models
+    state = first.state_dict()
     return all(
-        set(first) == set(other) and all(torch.equal(first[name], other[name]) for name in first) for other in others
+        set(state) == set(other)
+        and all(torch.equal(state[name], other[name]) for name in state)
+        and dtypes(first) == dtypes(model)
+        for model, other in ((model, model.state_dict()) for model in others)
     )
 
 
@@ -180,6 +189,46 @@ def test_an_encoder(tmp_path):
     ids = torch.arange(5)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def t5():
+    """Three modules share the table, and its wo layers stay fp32 in an fp16 model."""
+    config = transformers.T5Config(vocab_size=90, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4)
+    return transformers.T5ForConditionalGeneration(config).half(), 20
+
+
+def gpt2():
+    """Conv1D holds its weight transposed, and is no nn.Linear: only the tied head is quantized."""
+    config = transformers.GPT2Config(
+        vocab_size=90, n_embd=64, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0, pad_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config), 2
+
+
+def llava():
+    """The names in its files are not those in the model."""
+    text = {"vocab_size": 90, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    vision = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "image_size": 32, "patch_size": 16}
+    config = transformers.LlavaConfig(
+        text_config={**text, "model_type": "llama", "num_attention_heads": 2},
+        vision_config={**vision, "model_type": "clip_vision_model", "num_attention_heads": 2},
+    )
+    return transformers.LlavaForConditionalGeneration(config), 16
+
+
+@pytest.mark.parametrize("make", [t5, gpt2, llava])
+def test_other_architectures(tmp_path, make):
+    model, count = make()
+    model.save_pretrained(tmp_path / "float")
+    quantize_checkpoint(tmp_path / "float", tmp_path / "cli", "Q4_K")
+    load = type(model).from_pretrained
+    patched = load(tmp_path / "float")
+    assert len(ktlinear.patch(patched, "Q4_K").changed) == count
+    loaded = load(tmp_path / "float", quantization_config=ktlinear.KtConfig("Q4_K"))
+    loaded.save_pretrained(tmp_path / "saved")
+    assert states_are_equal(patched, loaded, load(tmp_path / "saved"), load(tmp_path / "cli"))
+    names = names_and_metadata(tmp_path / "float")[0]
+    assert names == names_and_metadata(tmp_path / "saved")[0] == names_and_metadata(tmp_path / "cli")[0]
 
 
 def test_names_that_transformers_changes_as_it_loads(tmp_path):

@@ -44,6 +44,7 @@ try:
         ConversionOps,
         WeightConverter,
         WeightRenaming,
+        build_glob_alternation,
         rename_source_key,
         revert_weight_conversion,
     )
@@ -123,6 +124,7 @@ class KtQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.report = PatchReport()
         self._types: dict[str, WeightType] = {}  # by the name of the parameter in the model
+        self._dtype = torch.float32
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         places = device_map.values() if isinstance(device_map, dict) else [device_map]
@@ -133,6 +135,7 @@ class KtQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"dtype: ktlinear computes in torch.float32, float16 or bfloat16, got {dtype}")
+        self._dtype = dtype
         return dtype
 
     def _process_model_before_weight_loading(
@@ -166,6 +169,9 @@ class KtQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         places = _places(model)
+        # Some models want some of their layers in fp32 whatever the others are.
+        plan = model._get_dtype_plan(self._dtype)
+        in_fp32 = build_glob_alternation(list(plan))[0] if plan else None
         for group in list(_holders(model).values()):
             name, module, attribute = group[0]
             weight_type = self._types.get(f"{name}.{attribute}")
@@ -174,10 +180,11 @@ class KtQuantizer(HfQuantizer):  # type: ignore[misc]
             if weight_type is None or rows is None or rows.dtype != torch.uint8:
                 continue
             members: list[Any] = [(name, module) for name, module, _ in group]
-            for _, member in members:
+            for name, member in members:
                 _check_rows(name, member, rows, weight_type)
                 shape = _matrix_shape(member)
-                member._parameters["weight"] = nn.Parameter(torch.empty(shape, dtype=model.dtype, device="meta"))
+                dtype = torch.float32 if in_fp32 and in_fp32.search(f"{name}.weight") else self._dtype
+                member._parameters["weight"] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
             nbytes = members[0][1].weight.nbytes
             self.report.rows += _convert(model, _Plan(members, weight_type, "", nbytes), places, rows.detach())
         return model
