@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 import torch  # noqa: E402
-from generate import stream  # noqa: E402
+from generate import compiled, stream  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402, F401  (so that loading is timed without imports)
@@ -85,7 +85,7 @@ class Clock:
         pass
 
 
-def decode(model: PreTrainedModel, ids: torch.Tensor) -> tuple[float, torch.Tensor]:
+def decode(model: PreTrainedModel, ids: torch.Tensor, **options: object) -> tuple[float, torch.Tensor]:
     """Greedy tokens after a short prompt: tokens/s without the prompt's own time, and the tokens [DECODE]."""
     clock = Clock()
     tokens = model.generate(
@@ -95,6 +95,7 @@ def decode(model: PreTrainedModel, ids: torch.Tensor) -> tuple[float, torch.Tens
         min_new_tokens=DECODE,
         max_new_tokens=DECODE,
         streamer=clock,
+        **options,
     )
     _, first, *_, last = clock.times  # the prompt comes first
     return (DECODE - 1) / (last - first), tokens[0, ids.shape[1] :]
@@ -170,9 +171,32 @@ def print_profile(model: PreTrainedModel, text: torch.Tensor) -> None:
         print(f"\n{name}\n{recorded.key_averages().table(sort_by='self_cpu_time_total', row_limit=15)}")
 
 
+@torch.inference_mode()
+def print_decode(file: Path, model: PreTrainedModel, text: torch.Tensor) -> None:
+    """What PyTorch offers against its own cost per operator, in turn."""
+    fused, _ = from_gguf(file, tokenizer=False, fuse=True)
+    ways: dict[str, Callable[[torch.Tensor], tuple[float, torch.Tensor]]] = {
+        "eager": lambda ids: decode(model, ids),
+        "projections fused": lambda ids: decode(fused, ids),
+        "torch.compile": lambda ids: decode(model, ids, **compiled()),
+        "both": lambda ids: decode(fused, ids, **compiled()),
+    }
+    for name in ("torch.compile", "both"):
+        print(f"Compiling ({name}): {seconds(lambda name=name: ways[name](text[:, :16])):.0f} s")
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            rates[name].append(way(text[:, :16])[0])
+    eager = statistics.median(rates["eager"])
+    print(f"\n{'decode':24}{'tokens/s':>12}{'ratio':>8}")
+    for name, values in rates.items():
+        print(f"{name:24}{statistics.median(values):>12.1f}{statistics.median(values) / eager:>8.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", action="store_true", help="print where the time goes, instead of the comparison")
+    parser.add_argument("--decode", action="store_true", help="compare ways to decode faster, instead")
     parser.add_argument("--measure", choices=LOADERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -181,8 +205,8 @@ def main() -> None:
     file = model_file()
     model, tokenizer = from_gguf(file)
     text = tokenizer(TEXT, return_tensors="pt").input_ids
-    if options.profile:
-        print_profile(model, text)
+    if options.profile or options.decode:
+        print_profile(model, text) if options.profile else print_decode(file, model, text)
         return
     print(f"{file.name}, {file.stat().st_size / MIB:.0f} MiB, {torch.get_num_threads()} threads, {ktlinear.isa()}\n")
     print(f"> {QUESTION}")

@@ -10,11 +10,20 @@ import sys
 import time
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 import ktlinear
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def compiled() -> dict[str, object]:
+    """Options of `generate` with which each token is one call of compiled code: a cache of fixed size, and
+    torch.compile, which transformers by itself leaves out on CPUs. The first answer takes half a minute longer.
+    """
+    config = CompileConfig(mode="default", fullgraph=True)
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config}
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
@@ -40,7 +49,9 @@ class _Clock(TextStreamer):
 
 
 @torch.inference_mode()
-def stream(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int) -> str:
+def stream(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, **options: object
+) -> str:
     """Prints the model's greedy answer as it is generated. Returns a line on how fast that was."""
     ids = encode(tokenizer, prompt)
     clock = _Clock(tokenizer)
@@ -52,6 +63,7 @@ def stream(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
         do_sample=False,
         streamer=clock,
         pad_token_id=tokenizer.pad_token_id,
+        **options,
     )
     _, *times = clock.times  # the prompt comes first
     first, last, count = times[0], times[-1], len(times)
@@ -68,6 +80,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, metavar="T", help=f"threads ({torch.get_num_threads()})")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the activations (%(default)s)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the decoding: faster, but slow to start")
     options = parser.parse_args(arguments)
     for name in ("max_new_tokens", "threads"):
         value = getattr(options, name)
@@ -81,11 +94,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
-        model, tokenizer = ktlinear.from_gguf(options.gguf, dtype=DTYPES[options.dtype])
+        model, tokenizer = ktlinear.from_gguf(options.gguf, dtype=DTYPES[options.dtype], fuse=True)
     except (OSError, ValueError, ImportError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
         return 1
-    print(stream(model, tokenizer, options.prompt, options.max_new_tokens), file=sys.stderr)
+    more = compiled() if options.compile else {}
+    print(stream(model, tokenizer, options.prompt, options.max_new_tokens, **more), file=sys.stderr)
     return 0
 
 
