@@ -29,7 +29,9 @@ except ImportError as error:
 __all__ = ["from_gguf"]
 
 # GGUF architectures whose tensors differ from transformers' in names and in the order of rows, but not in values.
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+# transformers' name of the model, where it is another.
+_MODEL_TYPES = {"gemma3": "gemma3_text"}
 
 # Factors on the rotary frequencies, one per pair of dimensions (Llama 3.1 and later): inv_freq / factor.
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -49,7 +51,8 @@ def from_gguf(
     over the file's own bytes; a tied output head shares them. Norms and biases become ordinary `dtype` parameters.
 
     Args:
-        path: the file. Its architecture must be one of ``llama`` (Mistral and SmolLM among them), ``qwen2``, ``qwen3``.
+        path: the file. Its architecture must be one of ``llama`` (Mistral and SmolLM among them), ``qwen2``, ``qwen3``,
+            ``gemma3`` (text).
         dtype: type of the activations, norms and biases: torch.float32, float16 or bfloat16.
         packed: copy the quantized matrices into panels of 16 rows, which compute faster; the size is the same. If not,
             they stay where they are, in the mapped file, which must then not change.
@@ -87,7 +90,7 @@ def _skeleton(file: GGUFFile, architecture: str, dtype: torch.dtype) -> PreTrain
     """The model that the file's metadata describe, on the meta device."""
     values = _config_values(file, architecture)
     try:
-        config = AutoConfig.for_model(architecture, **values)
+        config = AutoConfig.for_model(_MODEL_TYPES.get(architecture, architecture), **values)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
@@ -101,7 +104,10 @@ def _config_values(file: GGUFFile, architecture: str) -> dict[str, Any]:
         for key, value in file.metadata.items()
         if key.startswith(f"{architecture}.")
     }
-    for key, harmless in (("rope.scaling.type", "none"), ("attention.sliding_window", 0)):
+    harmless_values: dict[str, Any] = {"rope.scaling.type": "none"}
+    if architecture != "gemma3":
+        harmless_values["attention.sliding_window"] = 0
+    for key, harmless in harmless_values.items():
         if metadata.get(key, harmless) != harmless:
             raise GGUFError(f"{file.path}: {architecture}.{key} is {metadata[key]!r}, which is not supported")
     # What llama.cpp takes where a file does not say.
@@ -131,6 +137,8 @@ def _config_values(file: GGUFFile, architecture: str) -> dict[str, Any]:
                 f"values and the rotary embeddings of a head, here {head_dim!r}"
             )
     values["head_dim"] = head_dim
+    if architecture == "gemma3":
+        _add_gemma3_values(values)
     if "token_embd.weight" in file.tensors:
         values["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -144,6 +152,30 @@ def _config_values(file: GGUFFile, architecture: str) -> dict[str, Any]:
     return values
 
 
+def _add_gemma3_values(values: dict[str, Any]) -> None:
+    """What llama.cpp has in its code and not in the file: one layer in six sees everything, and the others a window,
+    with rotary embeddings of their own; queries are scaled by a head's size but in the 27B model."""
+    layers = values["num_hidden_layers"]
+    kinds = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(layers)]
+    bases = {"sliding_attention": 10000.0, "full_attention": values.pop("rope_theta")}
+    values["layer_types"] = kinds
+    values["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    is_27b = layers == 62
+    values["query_pre_attn_scalar"] = (
+        values["hidden_size"] // values["num_attention_heads"] if is_27b else values["head_dim"]
+    )
+
+
+class _ScaledEmbedding(Embedding):
+    """A token table whose rows are multiplied by a constant, as Gemma's are."""
+
+    embed_scale: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = super().forward(input)
+        return rows * self.embed_scale.to(rows.dtype)
+
+
 class _Loader:
     """Fills a model on the meta device from a file."""
 
@@ -151,6 +183,7 @@ class _Loader:
         self, file: GGUFFile, architecture: str, model: PreTrainedModel, dtype: torch.dtype, packed: bool
     ) -> None:
         self.file = file
+        self.architecture = architecture
         self.model = model
         self.dtype = dtype
         self.packed = packed
@@ -196,7 +229,7 @@ class _Loader:
                 continue
             if type(module) is torch.nn.Linear:
                 model.set_submodule(name, self._linear(name, module))
-            elif type(module) is torch.nn.Embedding:
+            elif isinstance(module, torch.nn.Embedding):
                 model.set_submodule(name, self._embedding(name, module))
             else:
                 self._fill(name, module)
@@ -216,12 +249,19 @@ class _Loader:
     def _embedding(self, name: str, module: torch.nn.Embedding) -> torch.nn.Embedding:
         """The token table; a float one becomes an ordinary module, in the model's type."""
         rows, weight_type = self._rows(f"{name}.weight")
+        scale = getattr(module, "scalar_embed_scale", None)
         if weight_type in FLOAT_DTYPES:
-            n, k = module.weight.shape
-            return torch.nn.Embedding(n, k, module.padding_idx, _weight=self._floats(f"{name}.weight"))
-        embedding = Embedding.from_rows(
-            rows, module.embedding_dim, weight_type, module.padding_idx, self.dtype, self.packed
-        )
+            weight = self._floats(f"{name}.weight")
+            n, k = weight.shape
+            if scale is None:
+                return torch.nn.Embedding(n, k, module.padding_idx, _weight=weight)
+            table = type(module)(n, k, module.padding_idx, scale)
+            table.weight = torch.nn.Parameter(weight)
+            return table
+        cls = Embedding if scale is None else _ScaledEmbedding
+        embedding = cls.from_rows(rows, module.embedding_dim, weight_type, module.padding_idx, self.dtype, self.packed)
+        if scale is not None:
+            embedding.register_buffer("embed_scale", torch.tensor(scale), persistent=False)
         self._release(f"{name}.weight")
         return embedding
 
@@ -268,7 +308,10 @@ class _Loader:
     def _floats(self, name: str) -> torch.Tensor:
         """A copy of a float tensor in the model's type."""
         tensor = self.names[name]
-        return self._ordered(tensor, self.file.tensor(tensor)).to(self.dtype, copy=True)
+        values = self.file.tensor(tensor)
+        if self.architecture == "gemma3" and tensor.endswith("norm.weight"):
+            return (values.float() - 1).to(self.dtype)  # llama.cpp stores 1 + weight
+        return self._ordered(tensor, values).to(self.dtype, copy=True)
 
     def _ordered(self, tensor: str, values: torch.Tensor) -> torch.Tensor:
         """A tensor's elements or rows of bytes [N, ...] in the model's order of rows.
