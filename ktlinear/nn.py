@@ -29,6 +29,7 @@ kt = torch.ops.kt
 _Module = nn.Module
 _module_call = nn.Module.__call__
 _tracing_state = torch._C._get_tracing_state
+_NOT_GIVEN = object()
 _linear_packed_group = kt._linear_packed_group.default
 
 FORMAT_VERSION = 1
@@ -394,7 +395,7 @@ class Linear(_QuantizedWeight, nn.Linear):  # type: ignore[override]
         self._share_matrix(other)
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, input: Any = _NOT_GIVEN, /, *args: Any, **kwargs: Any) -> Any:
         # nn.Module's own takes 1 us, as long as a small product. Without a hook, a trace or a patch of it (torch.fx's),
         # there is nothing for it to do but to call forward.
         if (
@@ -409,9 +410,12 @@ class Linear(_QuantizedWeight, nn.Linear):  # type: ignore[override]
             or self._compiled_call_impl is not None
             or _tracing_state()
             or _Module.__call__ is not _module_call
+            or input is _NOT_GIVEN
+            or args
+            or kwargs
         ):
-            return super().__call__(*args, **kwargs)
-        return self.forward(*args, **kwargs)
+            return super().__call__(*(() if input is _NOT_GIVEN else (input,)), *args, **kwargs)
+        return self.forward(input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         # nn.Module.__getattr__ is slow; this is called hundreds of times per generated token.
