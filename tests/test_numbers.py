@@ -54,6 +54,23 @@ ONES = {
     "IQ1_S": ((0, "0048"), *((35 + 2 * g, "80" if g % 2 else "00") for g in range(8))),  # eighths of 8
     "IQ1_M": ((48, "0000" + "0000" + "0080" + "0040"),),
 }
+# The same for blocks of 32 elements.
+ONE_PER_32 = {
+    "Q4_0": ((0, "003C"),),
+    "Q4_1": ((0, "003C0000"),),
+    "Q5_0": ((0, "003C"),),
+    "Q5_1": ((0, "003C0000"),),
+    "Q8_0": ((0, "003C"),),
+}
+# d and dmin 1, sub-scales and minima at their ends.
+LARGEST_SCALES = {
+    "Q2_K": (((0, "FF" * 16), (80, "003C003C")),),
+    "Q3_K": (((96, "FF" * 12 + "003C"),), ((96, "00" * 12 + "003C"),)),
+    "Q4_K": (((0, "003C003C" + "FF" * 12),),),
+    "Q5_K": (((0, "003C003C" + "FF" * 12),),),
+    "Q6_K": (((192, "80" * 16 + "003C"),), ((192, "7F" * 16 + "003C"),)),
+    "IQ4_XS": (((0, "003C" + "FF" * 6),), ((0, "003C" + "00" * 6),)),
+}
 # Where d is an fp16 number, for the types of which random_rows does not know it. (MXFP4: it is none.)
 OTHER_HALVES: dict[WeightType, tuple[int, ...]] = {
     WeightType.TQ1_0: (52,),
@@ -119,6 +136,48 @@ def test_group_sums_are_exact_in_int32(isa: str, weight_type: WeightType, extrem
         x[:, ::32] = 127
         for y in linears(x, rows, weight_type):
             assert torch.equal(y.double(), x.double() @ weight.double().t())
+
+
+def same_bytes(t: WeightType, ones: tuple[tuple[int, str], ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """256 rows of one super-block (or 64 elements), each of one byte throughout but for `ones`; and their values."""
+    f = ops.FORMATS[t]
+    count = max(1, 64 // f.block)
+    blocks = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1).expand(256, count, f.block_bytes).clone()
+    for offset, text in ones:
+        fixed = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+        blocks[..., offset : offset + len(fixed)] = fixed
+    rows = blocks.view(256, -1)
+    return rows, oracle_dequantize(rows, t)
+
+
+@pytest.mark.parametrize("weight_type", QUANTIZED)
+def test_extreme_codes_meet_extreme_activations_of_their_sign(isa: str, weight_type: WeightType) -> None:
+    """Each point of a grid, each pair of nibbles, against +-127 that make its sums as large as they get."""
+    rows, weight = same_bytes(weight_type, (ONES | ONE_PER_32)[weight_type.name])
+    assert torch.equal(weight, weight.round())
+    x = torch.where(weight < 0, -127.0, 127.0)
+    expected = x.double() @ weight.double().t()
+    for y in linears(x, rows, weight_type):
+        assert torch.equal(y.double(), expected)
+    for i in range(0, 256, 4):
+        for y in linears(x[i : i + 4], rows, weight_type):
+            assert torch.equal(y.double(), expected[i : i + 4])
+
+
+@pytest.mark.parametrize("name", list(LARGEST_SCALES))
+def test_extreme_sub_scales_are_exact(isa: str, name: str) -> None:
+    """Sums that integers hold: codes, activations and sub-scales at their ends, and x zero but for one group."""
+    t = WeightType[name]
+    for ones in LARGEST_SCALES[name]:
+        rows, weight = same_bytes(t, ones)
+        rows, weight = rows[::51], weight[::51]  # 0x00, 0x33, ... 0xFF
+        for m in (4, 16):
+            x = torch.zeros(m, 256)
+            for i in range(m):
+                g = i % 8 * 32
+                x[i, g : g + 32] = 127.0 if i < 8 else -127.0
+            for y in linears(x, rows, t):
+                assert torch.equal(y.double(), x.double() @ weight.double().t())
 
 
 def test_a_weight_code_of_minus_128_is_exact(isa: str) -> None:

@@ -10,10 +10,11 @@
 // Formats with a scale per 16 elements take each half of a group on its own (four FMAs instead of two), unless the product of code
 // and sub-scale fits a byte: then that is the code (`Folded`), where the tier multiplies all unsigned bytes.
 //
-// Quantized x, for each K slice, for each tile of R rows, for each group: one record of R * 44 bytes (48 with two starts)
-//   | R x 32 int8 q | [starts][R] start | R x fp32 dx | R x fp32 -MAGIC * dx |
-//   start, one per scale: int32 MAGIC - offset * xsum; for a format with minima, one per minimum: fp32 dx * xsum (its sums start at
-//   MAGIC)
+// Quantized x, for each K slice, for each tile of R rows, for each group: one record of R * 44 bytes or more
+//   | R x 32 int8 q | [starts][R] start | [minima][R] sum | R x fp32 dx | R x fp32 -MAGIC * dx |
+//   start, one per scale: int32 MAGIC - offset * xsum; none for a format with minima: its codes have no offset
+//   sum, one per minimum: fp32 dx * xsum
+// The products of maddubs_dot.h have other starts, and may have int16 q.
 //
 // Special values: a group with NaN or infinity has dx = NaN, and so has its output; a group whose amax is below 2^-118 (its
 // scale would be subnormal) counts as zero; amax above 2^100 would overflow MAGIC * dx and is refused: the caller goes exact.
@@ -27,8 +28,6 @@
 
 namespace ktlinear::tinyblas::KT_TIER {
 
-inline constexpr int32_t kMagicBits = 0x4B400000;
-inline constexpr float kMagic = 12582912.f;
 inline constexpr int kPanelVectors = kPanelRows / kLanes;
 
 // What the micro-kernels know of a format. Formats of one kind share them.
@@ -36,20 +35,16 @@ template <int SCALES, int MINIMA, class DOT>
 struct Kind {
   static constexpr int kScales = SCALES,
                        kMinima = MINIMA;  // per group of 32: 1, or 2 (of 16 elements each); or no minima
-  static constexpr int kStarts = MINIMA ? MINIMA : SCALES;
-  static constexpr int kRowBytes = 32 + 4 * (kStarts + 2);                           // of one row of x in one group
-  static constexpr int kSteps = 8 / SCALES;                                          // between two scales
+  static constexpr int kParts =
+      DOT::kParts ? DOT::kParts : SCALES;  // a group's sums: a scale has one, or several in turn
+  static constexpr int kStarts = DOT::kParts ? kParts : MINIMA ? 0 : SCALES;
+  static constexpr int kXBytes = DOT::kXBytes;                            // of one row of x in one group: q
+  static constexpr int kRowBytes = kXBytes + 4 * (kStarts + MINIMA + 2);  // all
+  static constexpr int first_step(int part) { return (8 * part + kParts - 1) / kParts; }
+  static constexpr int first_part(int scale) { return kParts * scale / SCALES; }
   static constexpr int first_minimum(int scale) { return MINIMA * scale / SCALES; }  // minima are added with the scales
   using Dot = DOT;
 };
-// The largest sum of a half or whole group in int16, as tiers without VNNI keep it: two products a lane and step.
-template <class D>
-inline constexpr int kLargestSum = 8 / D::kScales * 2 * D::kMaxCode * 127;
-template <class D>
-using DotFor =
-    std::conditional_t<(kLargestSum<D> <= 32767), Dot, std::conditional_t<(D::kMaxCode <= 128), DotMid, DotWide>>;
-template <class D>
-inline constexpr bool kOffsetIsUndone = DotFor<D>::kOffset || D::kOffset == 128;  // what DotWide::weight takes off
 template <class D>
 constexpr int minima() {
   if constexpr (requires { D::kMinima; }) return D::kMinima;
@@ -57,6 +52,14 @@ constexpr int minima() {
 }
 template <class D>
 using KindOf = Kind<D::kScales, minima<D>(), DotFor<D>>;
+// What the product takes off the codes of a format with minima, so that they fit; the minima make up for it.
+template <class D>
+inline constexpr int kRecentred = D::kHasMinimum && DotFor<D>::kParts ? (D::kMaxCode + 1) / 2 : 0;
+template <class D>
+KT_INLINE F32 minimum_of(const uint8_t* record, int group, int i, int v, F32 scale) {
+  const F32 minimum = D::minimum(record, group, i, v);
+  return kRecentred<D> ? fma(set1(static_cast<float>(kRecentred<D>)), scale, minimum) : minimum;
+}
 
 // The view of a format that the kernels here take.
 template <class D>
@@ -64,7 +67,7 @@ struct IntegerView {
   using type = D;
 };
 template <class D>
-  requires(DotWide::kOffset && requires { typename D::Folded; })
+  requires(Dot::kAllBytes && requires { typename D::Folded; })
 struct IntegerView<D> {
   using type = typename D::Folded;
 };
@@ -81,48 +84,48 @@ KT_INLINE int64_t record_offset(int64_t m, int64_t row, int64_t k, int64_t kc) {
 
 template <class K>
 KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int r, int rows, int offset) {
-  constexpr int vectors = 32 / kLanes, per_start = vectors / K::kStarts;
+  constexpr int sums = K::kMinima ? K::kMinima : K::kScales, vectors = 32 / kLanes, per_sum = vectors / sums;
   I32 peak = splat_i32(0);
   KT_UNROLL for (const F32& v : x) peak = max_i32(peak, band(as_i32(v), splat_i32(0x7FFFFFFF)));
   const int32_t amax_bits = max_lane(peak);  // ordered like the magnitudes, NaN above infinity above all others
   const float amax = bits_as<float>(amax_bits);
-  int8_t* q = reinterpret_cast<int8_t*>(record) + r * 32;
+  I32 q[vectors];
+  KT_UNROLL for (I32& v : q) v = splat_i32(0);
   float dx = 0;
-  int32_t xsum[K::kStarts] = {};
   if (amax_bits >= 0x7F800000) {
     dx = __builtin_nanf("");
-    std::memset(q, 0, 32);
   } else if (amax > 0x1p100f) {
     return false;
-  } else if (amax < 0x1p-118f) {
-    std::memset(q, 0, 32);
-  } else {
+  } else if (amax >= 0x1p-118f) {
     dx = bits_as<float>((bits_as<uint32_t>(amax / 127.f) + 0xFFFu) & 0xFFFFF000u);
     const F32 inverse = set1(1.f / dx);
-    KT_UNROLL for (int h = 0; h < K::kStarts; h++) {
-      I32 total = splat_i32(0);
-      KT_UNROLL for (int i = h * per_start; i < (h + 1) * per_start; i++) {
-        const I32 v = round_i32(mul(x[i], inverse));
-        store_i8(q + i * kLanes, v);
-        total = add_i32(total, v);
-      }
-      xsum[h] = sum_lanes(total);
-    }
+    KT_UNROLL for (int i = 0; i < vectors; i++) q[i] = round_i32(mul(x[i], inverse));
   }
-  float* meta = reinterpret_cast<float*>(record + rows * 32) + r;
-  KT_UNROLL for (int h = 0; h < K::kStarts; h++)
-    meta[h * rows] = K::kMinima ? dx * static_cast<float>(xsum[h]) : bits_as<float>(kMagicBits - offset * xsum[h]);
-  meta[K::kStarts * rows] = dx;
-  meta[(K::kStarts + 1) * rows] = -kMagic * dx;
+  K::Dot::store_x(record + r * K::kXBytes, q);
+  int32_t xsum[sums];
+  KT_UNROLL for (int h = 0; h < sums; h++) {
+    I32 total = q[h * per_sum];
+    KT_UNROLL for (int i = h * per_sum + 1; i < (h + 1) * per_sum; i++) total = add_i32(total, q[i]);
+    xsum[h] = sum_lanes(total);
+  }
+  float* meta = reinterpret_cast<float*>(record + rows * K::kXBytes) + r;
+  int32_t starts[K::kStarts + 1];
+  if constexpr (K::Dot::kParts)
+    K::Dot::starts(q, offset, starts);
+  else
+    for (int h = 0; h < K::kStarts; h++) starts[h] = kMagicBits - offset * xsum[h];
+  KT_UNROLL for (int i = 0; i < K::kStarts; i++, meta += rows) *meta = bits_as<float>(starts[i]);
+  KT_UNROLL for (int h = 0; h < K::kMinima; h++, meta += rows) *meta = dx * static_cast<float>(xsum[h]);
+  meta[0] = dx;
+  meta[rows] = -kMagic * dx;
   return true;
 }
 
 // Tiles [begin, end) of x.
 template <class D>
 KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int64_t begin, int64_t end) {
-  static_assert(kOffsetIsUndone<D>);
   using K = KindOf<D>;
-  constexpr int offset = K::Dot::kOffset ? D::kOffset : 0;
+  constexpr int offset = kRecentred<D> ? kRecentred<D> : D::kOffset;
   for (int64_t t = begin; t < end; t++) {
     const int64_t row = tile_begin(p.m, plan.tiles, t);
     const int rows = static_cast<int>(tile_begin(p.m, plan.tiles, t + 1) - row);
@@ -143,11 +146,11 @@ KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int6
   return true;
 }
 
-// Where a group's sums start.
+// Where a part's sum starts.
 template <class K>
 KT_INLINE const void* start_of(const float* meta, int i) {
   static constexpr int32_t magic = kMagicBits;
-  return K::kMinima ? static_cast<const void*>(&magic) : meta + i;
+  return K::kStarts ? meta + i : static_cast<const void*>(&magic);
 }
 
 // ---------------------------------------------------------------- small M: weights decoded in registers
@@ -161,8 +164,8 @@ inline constexpr int kDirectKC = 512;  // K slice that several tiles of x share 
 
 // Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums and R int32 ones per vector of a panel:
 // at most 24 of 32 registers. Eight streams are no faster at M = 1 on large matrices, and slower on 576 x 576, where a thread has
-// 18 panels in all.
-constexpr int streams(int rows) { return rows <= (kLanes == 16 ? 4 : 2) ? 4 : 2; }
+// 18 panels in all. Two are faster with ymm (Q4_K 49 GB/s instead of 35).
+constexpr int streams(int rows) { return kLanes == 16 && rows <= 4 ? 4 : 2; }
 
 inline constexpr int kMaxStreams = 4;
 
@@ -180,6 +183,7 @@ template <class D, int R, int P>
 KT_NOINLINE void direct_tile(const DirectTile& t) {
   using K = KindOf<D>;
   using Dot = typename K::Dot;
+  constexpr int V = K::kXBytes == 64 ? kPanelVectors : 1;  // int16 x: two broadcasts a step, shared by the vectors
   F32 acc[P][R][kPanelVectors];
   auto each_sum = [&](auto f) KT_ALWAYS_INLINE_LAMBDA {
     KT_UNROLL for (int p = 0; p < P; p++)
@@ -193,35 +197,47 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
   KT_UNROLL for (int p = 0; p < P; p++) w[p] = t.w[p];
   for (int64_t i = 0; i < t.records * D::kRecordBytes; i += D::kRecordBytes) {
     _Pragma("GCC unroll 2") for (int g = 0; g < D::kGroups; g++, x += R * K::kRowBytes) {
-      const float* meta = reinterpret_cast<const float*>(x + R * 32);
-      const float *dx = meta + K::kStarts * R, *ndx = dx + R;
+      const float* meta = reinterpret_cast<const float*>(x + R * K::kXBytes);
+      const float *sums = meta + K::kStarts * R, *dx = sums + K::kMinima * R, *ndx = dx + R;
       KT_UNROLL for (int p = 0; p < P; p++) {
         const uint8_t* rec = w[p] + i;
         // The lines of a record are shared out over its groups.
         const uint8_t* fetch = rec + kDirectAhead + lines * g / D::kGroups * 64;
-        KT_UNROLL for (int v = 0; v < kPanelVectors; v++) {
+        KT_UNROLL for (int v = 0; v < kPanelVectors; v += V) {
           for_steps<0, K::kScales>([&]<int H>() KT_ALWAYS_INLINE_LAMBDA {
-            I32 a[R];
-            KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::begin(start_of<K>(meta, H * R + r));
-            for_steps<H * K::kSteps, (H + 1) * K::kSteps>([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
-              // Spread over the steps: all at once they would wait for a free line buffer, and the products with them.
-              if (v == 0) {
-                opaque(fetch);
-                for (int l = share * S / 8; l < share * (S + 1) / 8; l++) prefetch_l2(fetch + l * 64);
-              }
-              const I32 u = Dot::weight(D::template code<S>(rec, g, v));
-              KT_UNROLL for (int r = 0; r < R; r++) a[r] = Dot::one(a[r], u, x + r * 32 + S * 4);
-            });
-            const F32 scale = D::scale(rec, g, H, v);
-            KT_UNROLL for (int r = 0; r < R; r++) {
-              const F32 isum = as_f32(Dot::end(a[r], start_of<K>(meta, H * R + r)));
-              acc[p][r][v] = fma(fma(isum, set1(dx[r]), set1(ndx[r])), scale, acc[p][r][v]);
-            }
-            for_steps<K::first_minimum(H), K::first_minimum(H + 1)>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
-              const F32 minimum = D::minimum(rec, g, I, v);
+            I32 isum[R][V];
+            for_steps<K::first_part(H), K::first_part(H + 1)>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
+              I32 a[R][V];
               KT_UNROLL for (int r = 0; r < R; r++)
-                acc[p][r][v] = fma(minimum, set1(meta[I * R + r]), acc[p][r][v]);
+                KT_UNROLL for (int j = 0; j < V; j++) a[r][j] = Dot::begin(start_of<K>(meta, I * R + r));
+              for_steps<K::first_step(I), K::first_step(I + 1)>([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
+                // Spread over the steps: all at once they would wait for a free line buffer, and the products with them.
+                if (v == 0) {
+                  opaque(fetch);
+                  for (int l = share * S / 8; l < share * (S + 1) / 8; l++) prefetch_l2(fetch + l * 64);
+                }
+                I32 u[V];
+                KT_UNROLL for (int j = 0; j < V; j++) u[j] = D::template code<S>(rec, g, v + j);
+                KT_UNROLL for (int r = 0; r < R; r++) Dot::step(a[r], u, x + r * K::kXBytes + S * (K::kXBytes / 8));
+              });
+              KT_UNROLL for (int r = 0; r < R; r++)
+                KT_UNROLL for (int j = 0; j < V; j++) {
+                  if constexpr (I == K::first_part(H))
+                    isum[r][j] = Dot::end(a[r][j], start_of<K>(meta, I * R + r));
+                  else
+                    isum[r][j] = add_i32(isum[r][j], Dot::widen(a[r][j]));
+                }
             });
+            KT_UNROLL for (int j = 0; j < V; j++) {
+              const F32 scale = D::scale(rec, g, H, v + j);
+              KT_UNROLL for (int r = 0; r < R; r++)
+                acc[p][r][v + j] = fma(fma(as_f32(isum[r][j]), set1(dx[r]), set1(ndx[r])), scale, acc[p][r][v + j]);
+              for_steps<K::first_minimum(H), K::first_minimum(H + 1)>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
+                const F32 minimum = minimum_of<D>(rec, g, I, v + j, scale);
+                KT_UNROLL for (int r = 0; r < R; r++)
+                  acc[p][r][v + j] = fma(minimum, set1(sums[I * R + r]), acc[p][r][v + j]);
+              });
+            }
           });
         }
       }
@@ -308,14 +324,15 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
   for (int64_t g = 0; g < groups; g++, w += kGroupBytes<K>, x += R * K::kRowBytes) {
     fetch.step<32>();
     const float* meta = reinterpret_cast<const float*>(x + R * 32);
-    const float *dx = meta + K::kStarts * R, *ndx = dx + R;
+    const float *sums = meta + K::kStarts * R, *dx = sums + K::kMinima * R, *ndx = dx + R;
     for_steps<0, K::kScales>([&]<int H>() KT_ALWAYS_INLINE_LAMBDA {
       I32 a[R][kPV];
       KT_UNROLL for (int r = 0; r < R; r++) {
         a[r][0] = Dot::begin(start_of<K>(meta, H * R + r));
         KT_UNROLL for (int v = 1; v < kPV; v++) a[r][v] = a[r][0];
       }
-      KT_UNROLL for (int s = H * K::kSteps; s < (H + 1) * K::kSteps; s++) {
+      constexpr int begin = K::first_step(H), end = K::first_step(H + 1);
+      KT_UNROLL for (int s = begin; s < end; s++) {
         I32 u[kPV];
         KT_UNROLL for (int v = 0; v < kPV; v++) u[v] = load_i(w + s * kPanelStep + v * kLanes * 4);
         KT_UNROLL for (int r = 0; r < R; r++) Dot::row(a[r], u, x + r * 32 + s * 4);
@@ -329,7 +346,7 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
         const F32 t = fma(isum, set1(dx[r]), set1(ndx[r]));
         F32 sum = fma(t, scale[v], kBlocking.c_in_registers ? acc[r][v] : load(p));
         for_steps<K::first_minimum(H), K::first_minimum(H + 1)>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
-          sum = fma(load(minima + I * width + v * kLanes), set1(meta[I * R + r]), sum);
+          sum = fma(load(minima + I * width + v * kLanes), set1(sums[I * R + r]), sum);
         });
         if constexpr (kBlocking.c_in_registers)
           acc[r][v] = sum;
@@ -343,14 +360,35 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
     each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, accumulate ? add(acc[r][v], load(p)) : acc[r][v]); });
 }
 
+// How a panel is made and multiplied where the product takes all unsigned bytes; maddubs.h has the other way.
 template <class D>
-struct KernelInt8 {
+struct BytePanel {
   using K = KindOf<D>;
   // Formats with two scales have more constants to hold: a row less of sums.
-  static constexpr int kWidth = kIntPanels * kPanelRows, kTileRows = kBlocking.int_mr - (kLanes == 16 && K::kStarts == 2);
+  static constexpr int kTileRows = kBlocking.int_mr - (kLanes == 16 && K::kStarts + K::kMinima == 2);
+  static constexpr int64_t bytes(int64_t groups) { return groups * kGroupBytes<K>; }
+  // Group g of the panel, from group `group` of a record, vector v.
+  KT_INLINE static void decode(const uint8_t* record, int group, int v, uint8_t* panel, int64_t g, int vector) {
+    uint8_t* out = panel + g * kGroupBytes<K> + vector * kLanes * 4;
+    I32 code[8];  // all of them before the first store, which might change the record for all that the compiler knows
+    for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA { code[S] = D::template code<S>(record, group, v); });
+    KT_UNROLL for (int s = 0; s < 8; s++) store_i(out + s * kPanelStep, code[s]);
+    float* scales = reinterpret_cast<float*>(out + 8 * kPanelStep);
+    KT_UNROLL for (int h = 0; h < K::kScales; h++, scales += kPV * kLanes) store(scales, D::scale(record, group, h, v));
+    KT_UNROLL for (int m = 0; m < K::kMinima; m++, scales += kPV * kLanes) store(scales, D::minimum(record, group, m, v));
+  }
+  template <int R>
+  KT_INLINE static void tile(const uint8_t* x, const uint8_t* w, int64_t groups, const Tile& t) {
+    tile_int8<K, R>(x, w, groups, t.c, t.accumulate, t.fetch);
+  }
+};
+
+template <class D, class PANEL>
+struct KernelInt8 {
+  static constexpr int kWidth = kIntPanels * kPanelRows, kTileRows = PANEL::kTileRows;
   static constexpr int64_t panel_bytes(int64_t kc) {
     // K slice's panel, and room for its records where plain rows are packed first
-    return padded_groups<D>(kc) * kGroupBytes<K> + ceil_div(kc, Records<D>::kK) * D::kRecordBytes;
+    return PANEL::bytes(padded_groups<D>(kc)) + ceil_div(kc, Records<D>::kK) * D::kRecordBytes;
   }
 
   const Problem& p;
@@ -363,11 +401,11 @@ struct KernelInt8 {
     for (int i = 0; i < kIntPanels; i++) {
       // Past N there may be no panel: decode the last one again, its columns are never stored.
       const int64_t row = n + i * kPanelRows < p.n ? n + i * kPanelRows : n;
-      const uint8_t* record = records.get(row, k, kc, out + groups * kGroupBytes<K>);
-      for (int64_t g = 0; g < groups; g++) {
-        uint8_t* o = out + g * kGroupBytes<K> + i * kPanelVectors * kLanes * 4;
-        decode(record + g / D::kGroups * D::kRecordBytes, static_cast<int>(g % D::kGroups), o);
-      }
+      const uint8_t* record = records.get(row, k, kc, out + PANEL::bytes(groups));
+      for (int64_t g = 0; g < groups; g++)
+        KT_UNROLL for (int v = 0; v < kPanelVectors; v++)
+          PANEL::decode(record + g / D::kGroups * D::kRecordBytes, static_cast<int>(g % D::kGroups), v, out, g,
+                        i * kPanelVectors + v);
     }
   }
   NextSlice next(int64_t n, int64_t k, int64_t kc) const { return records.next(n, k, kc, kIntPanels); }
@@ -376,23 +414,11 @@ struct KernelInt8 {
     const uint8_t* x = static_cast<const uint8_t*>(t.x) + record_offset<D>(p.m, t.row, t.k, t.kc);
     const uint8_t* w = static_cast<const uint8_t*>(t.panel);
     const int64_t groups = padded_groups<D>(t.kc);
-    with_rows<kTileRows>(t.rows, [&]<int R>() { tile_int8<K, R>(x, w, groups, t.c, t.accumulate, t.fetch); });
-  }
-
- private:
-  KT_INLINE static void decode(const uint8_t* record, int group, uint8_t* out) {
-    KT_UNROLL for (int v = 0; v < kPanelVectors; v++, out += kLanes * 4) {
-      I32 code[8];  // all of them before the first store, which might change the record for all that the compiler knows
-      for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA { code[S] = K::Dot::weight(D::template code<S>(record, group, v)); });
-      KT_UNROLL for (int s = 0; s < 8; s++) store_i(out + s * kPanelStep, code[s]);
-      float* scales = reinterpret_cast<float*>(out + 8 * kPanelStep);
-      KT_UNROLL for (int h = 0; h < K::kScales; h++, scales += kPV * kLanes) store(scales, D::scale(record, group, h, v));
-      KT_UNROLL for (int m = 0; m < K::kMinima; m++, scales += kPV * kLanes) store(scales, D::minimum(record, group, m, v));
-    }
+    with_rows<kTileRows>(t.rows, [&]<int R>() { PANEL::template tile<R>(x, w, groups, t); });
   }
 };
 
-template <class D>
+template <class D, class PANEL>
 KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
   constexpr int kK = Records<D>::kK;
   if (p.m <= min_of(kBlocking.direct_max, D::kDirectRows == 8 ? 16 : D::kDirectRows)) {
@@ -406,7 +432,8 @@ KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
     plan.scratch_bytes = plan.block_panels * (p.m * kPanelRows * 4 + slice_bytes);
   } else {
     plan.path = kInt8;
-    plan_gemm<KernelInt8<D>>(plan, p, threads, kBlocking.int_kc, kK, kBlocking.int_block_panels);
+    // int16 codes: half as many, or the panel leaves L1.
+    plan_gemm<KernelInt8<D, PANEL>>(plan, p, threads, kBlocking.int_kc * 32 / KindOf<D>::kXBytes, kK, kBlocking.int_block_panels);
   }
   plan.activation_bytes = record_offset<D>(p.m, 0, p.k + kK, 0);
 }

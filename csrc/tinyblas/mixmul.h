@@ -11,6 +11,9 @@
 #ifdef KT_HAS_DOT  // simd/*_dot.h: the tier has an int8 product worth using
 #include "int8.h"
 #endif
+#ifdef KT_HAS_MADDUBS  // it is without VNNI
+#include "maddubs.h"
+#endif
 
 namespace ktlinear::tinyblas::KT_TIER {
 
@@ -62,7 +65,8 @@ static Plan mixmul_plan(const Problem& p, int threads) {
   Plan plan{};
 #ifdef KT_HAS_DOT
   if (!p.exact) {
-    with_decoder(p.w_type, [&]<class D>() { plan_int8<typename IntegerView<D>::type>(plan, p, threads); });
+    with_decoder(p.w_type, [&]<class D>() { using View = typename IntegerView<D>::type;
+      plan_int8<View, PanelFor<View>>(plan, p, threads); });
     return plan;
   }
 #endif
@@ -87,7 +91,7 @@ static void mixmul_compute(const Problem& p, const Plan& plan, const void* activ
     using View = typename IntegerView<D>::type;
     if (plan.path == kDirect)
       return direct<View>(p, plan, static_cast<const uint8_t*>(activations), scratch, begin, end);
-    if (plan.path == kInt8) return gemm(p, plan, KernelInt8<View>{p, plan, {p}}, activations, scratch, begin, end);
+    if (plan.path == kInt8) return gemm(p, plan, KernelInt8<View, PanelFor<View>>{p, plan, {p}}, activations, scratch, begin, end);
 #endif
     gemm(p, plan, KernelF32<DecodedRows<D>>{plan, {{p}}, p.n}, activations, scratch, begin, end);
   });

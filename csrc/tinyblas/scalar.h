@@ -14,6 +14,10 @@
 
 namespace ktlinear::tinyblas::KT_TIER {
 
+// Integer sums of the int8 mode start at the bits of this float; see int8.h.
+inline constexpr int32_t kMagicBits = 0x4B400000;
+inline constexpr float kMagic = 12582912.f;
+
 template <class T>
 KT_INLINE constexpr T min_of(T a, T b) {
   return a < b ? a : b;

@@ -122,8 +122,11 @@ struct SixBitMinimum : SuperBlock<Block> {
     if constexpr (kHasBit) u = or_bit<S, 4>(u, g + 256, v);
     return u;
   }
+  KT_INLINE static I32 integer_scale(const uint8_t* record, int group, int, int v) {
+    return load_u8(Base::sub_scales(record, group) + v * kLanes);
+  }
   KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {
-    return mul(Base::d(record, v), to_f32(load_u8(Base::sub_scales(record, group) + v * kLanes)));
+    return mul(Base::d(record, v), to_f32(integer_scale(record, group, 0, v)));
   }
   KT_INLINE static F32 minimum(const uint8_t* record, int group, int, int v) {
     return mul(Base::minus_dmin(record, v), to_f32(load_u8(Base::sub_scales(record, 8 + group) + v * kLanes)));
@@ -236,8 +239,11 @@ template <class Block>
 struct SignedScales : SuperBlock<Block> {
   using Base = SuperBlock<Block>;
   static constexpr int kScales = 2;
+  KT_INLINE static I32 integer_scale(const uint8_t* record, int group, int half, int v) {
+    return load_s8(Base::sub_scales(record, group * 2 + half) + v * kLanes);
+  }
   KT_INLINE static F32 scale(const uint8_t* record, int group, int half, int v) {
-    return mul(Base::d(record, v), to_f32(load_s8(Base::sub_scales(record, group * 2 + half) + v * kLanes)));
+    return mul(Base::d(record, v), to_f32(integer_scale(record, group, half, v)));
   }
   KT_INLINE static F32 minimum(const uint8_t*, int, int, int) { return zero(); }
 };
@@ -397,9 +403,11 @@ struct Q2_K : SuperBlock<BlockQ2_K> {
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
     return crumb<S>(record + kCodes + group * kGroupBytes, v);
   }
+  KT_INLINE static I32 integer_scale(const uint8_t* record, int group, int half, int v) {
+    return band(load_u8(sub_scales(record, group * 2 + half) + v * kLanes), splat_i32(15));
+  }
   KT_INLINE static F32 scale(const uint8_t* record, int group, int half, int v) {
-    const I32 sc = load_u8(sub_scales(record, group * 2 + half) + v * kLanes);
-    return mul(d(record, v), to_f32(band(sc, splat_i32(15))));
+    return mul(d(record, v), to_f32(integer_scale(record, group, half, v)));
   }
   KT_INLINE static F32 minimum(const uint8_t* record, int group, int half, int v) {
     const I32 m = load_u8(sub_scales(record, group * 2 + half) + v * kLanes);
@@ -461,10 +469,6 @@ struct Q2_K : SuperBlock<BlockQ2_K> {
 };
 
 // Sub-scale times code as the code, and d the only scale: two codes a 16-bit product, without a carry between them.
-KT_INLINE I32 twice(I32 v) {  // the low 16 bits of each lane in both its halves
-  alignas(16) static constexpr uint8_t order[16] = {0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13};
-  return lookup16(v, table16(order));
-}
 // (q - 4) * sc + 124 lies in 0..252 for sc in -32..31. As sums of 16 bits, q * sc + (124 - 4 * sc) * 257 are two of them.
 struct Q3_K::Folded : Q3_K {
   using Stored = Q3_K;

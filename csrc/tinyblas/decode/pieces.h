@@ -36,6 +36,10 @@ template <int S, int TO>
 KT_INLINE I32 or_bit(I32 below, const uint8_t* group, int v) {
   return and_or(shift_16<TO - S>(load_i(group + v * kVectorBytes)), splat_i8(1 << TO), below);
 }
+KT_INLINE I32 twice(I32 v) {  // the low 16 bits of each lane in both its halves
+  alignas(16) static constexpr uint8_t order[16] = {0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13};
+  return lookup16(v, table16(order));
+}
 KT_INLINE F32 load_halves(const uint8_t* p, int v) {
   return load_f16(reinterpret_cast<const uint16_t*>(p) + v * kLanes);
 }

@@ -7,8 +7,6 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 KT_INLINE I32 maddubs(I32 u, I32 s) { return _mm256_maddubs_epi16(u, s); }
 KT_INLINE I32 madd(I32 a, I32 b) { return _mm256_madd_epi16(a, b); }
-KT_INLINE I32 abs_i8(I32 v) { return _mm256_abs_epi8(v); }
-KT_INLINE I32 sign_i8(I32 v, I32 by) { return _mm256_sign_epi8(v, by); }
 KT_INLINE void opaque(I32& v) { asm volatile("" : "+x"(v)); }
 
 }  // namespace ktlinear::tinyblas::KT_TIER

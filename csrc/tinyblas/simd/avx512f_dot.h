@@ -7,11 +7,6 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 KT_INLINE I32 maddubs(I32 u, I32 s) { return _mm512_maddubs_epi16(u, s); }
 KT_INLINE I32 madd(I32 a, I32 b) { return _mm512_madd_epi16(a, b); }
-KT_INLINE I32 abs_i8(I32 v) { return _mm512_abs_epi8(v); }
-// There is no 512-bit vpsignb. Where `by` is 0 the product's other factor is 0 too.
-KT_INLINE I32 sign_i8(I32 v, I32 by) {
-  return _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(by), _mm512_setzero_si512(), v);
-}
 KT_INLINE void opaque(I32& v) { asm volatile("" : "+v"(v)); }
 
 }  // namespace ktlinear::tinyblas::KT_TIER
