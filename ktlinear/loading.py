@@ -29,7 +29,7 @@ except ImportError as error:
 __all__ = ["from_gguf"]
 
 # GGUF architectures whose tensors differ from transformers' in names and in the order of rows, but not in values.
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
 # transformers' name of the model, where it is another.
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
 
@@ -52,7 +52,7 @@ def from_gguf(
 
     Args:
         path: the file. Its architecture must be one of ``llama`` (Mistral and SmolLM among them), ``qwen2``, ``qwen3``,
-            ``gemma3`` (text).
+            ``gemma3`` (text), ``phi3``.
         dtype: type of the activations, norms and biases: torch.float32, float16 or bfloat16.
         packed: copy the quantized matrices into panels of 16 rows, which compute faster; the size is the same. If not,
             they stay where they are, in the mapped file, which must then not change.
@@ -105,7 +105,7 @@ def _config_values(file: GGUFFile, architecture: str) -> dict[str, Any]:
         if key.startswith(f"{architecture}.")
     }
     harmless_values: dict[str, Any] = {"rope.scaling.type": "none"}
-    if architecture != "gemma3":
+    if architecture not in ("gemma3", "phi3"):
         harmless_values["attention.sliding_window"] = 0
     for key, harmless in harmless_values.items():
         if metadata.get(key, harmless) != harmless:
@@ -139,6 +139,8 @@ def _config_values(file: GGUFFile, architecture: str) -> dict[str, Any]:
     values["head_dim"] = head_dim
     if architecture == "gemma3":
         _add_gemma3_values(values)
+    elif architecture == "phi3":
+        values["sliding_window"] = metadata.get("attention.sliding_window") or None
     if "token_embd.weight" in file.tensors:
         values["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     values["tie_word_embeddings"] = "output.weight" not in file.tensors

@@ -87,6 +87,9 @@ def write(
         add("output.weight", head, VOCABULARY, HIDDEN)
     for layer in range(values["block_count"] if architecture == "gemma3" else LAYERS):
         rows = {"attn_q": heads * head_dim, "attn_k": kv_heads * head_dim, "attn_v": kv_heads * head_dim}
+        if architecture == "phi3":
+            add(f"blk.{layer}.attn_qkv.weight", kinds["attn_q"], sum(rows.values()), HIDDEN)
+            rows = {}
         for name, n in rows.items():
             add(f"blk.{layer}.{name}.weight", kinds[name], n, HIDDEN)
             if architecture == "qwen2":
@@ -98,8 +101,11 @@ def write(
             add(f"blk.{layer}.post_attention_norm.weight", Types.F32, HIDDEN, mean=1)
             add(f"blk.{layer}.post_ffw_norm.weight", Types.F32, HIDDEN, mean=1)
         add(f"blk.{layer}.attn_output.weight", kinds["attn_output"], HIDDEN, heads * head_dim)
-        add(f"blk.{layer}.ffn_gate.weight", kinds["ffn_gate"], FEED_FORWARD, HIDDEN)
-        add(f"blk.{layer}.ffn_up.weight", kinds["ffn_up"], FEED_FORWARD, HIDDEN)
+        if architecture == "phi3":
+            add(f"blk.{layer}.ffn_up.weight", kinds["ffn_up"], 2 * FEED_FORWARD, HIDDEN)
+        else:
+            add(f"blk.{layer}.ffn_gate.weight", kinds["ffn_gate"], FEED_FORWARD, HIDDEN)
+            add(f"blk.{layer}.ffn_up.weight", kinds["ffn_up"], FEED_FORWARD, HIDDEN)
         add(f"blk.{layer}.ffn_down.weight", kinds["ffn_down"], HIDDEN, FEED_FORWARD)
         add(f"blk.{layer}.attn_norm.weight", Types.F32, HIDDEN, mean=1)
         add(f"blk.{layer}.ffn_norm.weight", Types.F32, HIDDEN, mean=1)
@@ -118,7 +124,9 @@ def write(
 
 def dequantized(path: Path) -> PreTrainedModel:
     pytest.importorskip("accelerate", reason="transformers needs it to load a GGUF file by itself")
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    # transformers' default of Phi 3 is beyond a tiny table.
+    options: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.float32, "pad_token_id": 0}
+    return AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
 
 
 @torch.inference_mode()
@@ -146,10 +154,11 @@ def assert_same_logits(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
         {"architecture": "qwen3", "metadata": {"attention.key_length": 128}},
         {"architecture": "gemma3", "metadata": GEMMA3},
         {"architecture": "gemma3", "metadata": GEMMA3, "table": Types.F16},
+        {"architecture": "phi3", "head": Types.Q8_0},
     ],
     ids=[
         *("tied", "untied", "float-table", "float-untied", "mha", "mqa", "two-heads", "all-q4_1", "qwen2", "qwen3"),
-        *("gemma3", "gemma3-float-table"),
+        *("gemma3", "gemma3-float-table", "phi3"),
     ],
 )
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
@@ -206,7 +215,10 @@ def test_rotary_factors_divide_the_frequencies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": "gptneox"}, r"general.architecture is 'gptneox'; supported are llama, qwen2, qwen3, gemma3"),
+        (
+            {"architecture": "gptneox"},
+            r"general.architecture is 'gptneox'; supported are llama, qwen2, qwen3, gemma3, phi3",
+        ),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, r"mlp.up_proj.weight has no tensor 'blk.1.ffn_up.weight'"),
         ({"tensors": {"blk.0.extra.weight": np.ones(3, np.float32)}}, r"1 tensors have no place.*blk.0.extra.weight"),
         ({"tensors": {"output_norm.weight": np.ones(3, np.float32)}}, r"'output_norm.weight' has the shape \[3\]"),
@@ -225,6 +237,18 @@ def test_what_cannot_be_loaded_is_said(tmp_path: Path, options: dict[str, Any], 
     with pytest.raises(GGUFError, match=message) as error:
         ktlinear.from_gguf(path, tokenizer=False)
     assert str(error.value).startswith(f"{path}: ")
+
+
+def test_the_window_of_phi3(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"architecture": "phi3", "head": Types.Q8_0}
+    plain, _ = ktlinear.from_gguf(write(tmp_path / "plain.gguf", **options), tokenizer=False)
+    path = write(tmp_path / "window.gguf", **options, metadata={"attention.sliding_window": 5})
+    window, _ = ktlinear.from_gguf(path, tokenizer=False)
+    assert plain.config.sliding_window is None and window.config.sliding_window == 5
+    ids = torch.arange(12)[None]
+    with torch.inference_mode():
+        one, other = plain(ids).logits[0], window(ids).logits[0]
+    assert torch.equal(one[:5], other[:5]) and not torch.allclose(one[8:], other[8:], atol=1e-3)
 
 
 def test_a_wrong_dtype(tmp_path: Path) -> None:
