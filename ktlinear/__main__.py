@@ -59,7 +59,7 @@ def quantize(arguments: argparse.Namespace) -> None:
         )
     except KeyboardInterrupt:
         sys.exit(f"python -m ktlinear quantize: interrupted; there is no {arguments.target}")
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # RuntimeError: what an operator refuses
         sys.exit(f"python -m ktlinear quantize: {error}")
     print(report)
     print(f"written to {arguments.target}")

@@ -558,6 +558,27 @@ def test_an_importance_matrix_that_does_not_fit(tmp_path):
         assert not (tmp_path / "out").exists()
 
 
+def test_importances_reach_the_quantizer(tmp_path, monkeypatch):
+    """Each matrix gets its own, and one without an entry none."""
+    saved(tmp_path / "in")
+    values = np.random.default_rng(0).random(256) + 0.5
+    (tmp_path / "imatrix").write_bytes(
+        legacy({"layers.0.up.weight": (2, values * 2), "blk.7.attn_q.weight": (1, values)})
+    )
+    seen, quantize = {}, torch.ops.kt.quantize
+
+    def recording(weight, weight_type, importance):
+        seen[tuple(weight.shape)] = importance
+        return quantize(weight, weight_type)
+
+    monkeypatch.setattr(torch.ops.kt, "quantize", recording)
+    report = quantize_checkpoint(tmp_path / "in", tmp_path / "out", "Q8_0", imatrix=tmp_path / "imatrix")
+    np.testing.assert_allclose(seen.pop((13, 256)).numpy(), values, rtol=1e-6)
+    assert set(seen.values()) == {None} and set(seen) == {(64, 96), (1, 256)}
+    assert {row.name for row in report.rows if "imatrix" in row.note} == {"layers.0.up.weight"}
+    assert "1 entries of the imatrix belong to no quantized tensor: blk.7.attn_q.weight" in str(report)
+
+
 def test_the_header_reader_is_safetensors_own(tmp_path):
     saved(tmp_path / "in", torch.bfloat16)
     header = checkpoint.read_header(tmp_path / "in")
