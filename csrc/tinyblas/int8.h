@@ -155,9 +155,10 @@ KT_INLINE const void* start_of(const float* meta, int i) {
 
 // ---------------------------------------------------------------- small M: weights decoded in registers
 
-// Bytes of software prefetch, to L2: more lines can be on their way there than to L1. A constant, or the addresses fill
-// the registers.
-inline constexpr int kDirectAhead = 3072;
+// Bytes of software prefetch, with zmm to L2: more lines can be on their way there than to L1. With ymm, whose loads are
+// twice as many, to L1: Q4_K reads 42 GB/s instead of 34. A constant, or the addresses fill the registers.
+inline constexpr bool kDirectToL1 = kLanes == 8;
+inline constexpr int kDirectAhead = kDirectToL1 ? 2304 : 3072;
 inline constexpr int kDirectWhole = 1 << 20;  // K slice of a single tile on packed weights: as good as all of it
 inline constexpr int kPlainKC = 1024;  // of plain rows, packed into scratch: longer runs of each row, in L2
 inline constexpr int kDirectKC = 512;  // K slice that several tiles of x share in L1
@@ -214,7 +215,8 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
                 // Spread over the steps: all at once they would wait for a free line buffer, and the products with them.
                 if (v == 0) {
                   opaque(fetch);
-                  for (int l = share * S / 8; l < share * (S + 1) / 8; l++) prefetch_l2(fetch + l * 64);
+                  for (int l = share * S / 8; l < share * (S + 1) / 8; l++)
+                    kDirectToL1 ? prefetch_l1(fetch + l * 64) : prefetch_l2(fetch + l * 64);
                 }
                 I32 u[V];
                 KT_UNROLL for (int j = 0; j < V; j++) u[j] = D::template code<S>(rec, g, v + j);
