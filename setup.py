@@ -51,8 +51,12 @@ OPS_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 
 def tier_sources(tier: str) -> dict[str, list[str]]:
     """The tier's sources, each with the flags of the tier that it is named after."""
-    parts = {"sgemm_": tier, "mixmul_": cpu.TIERS[tier].mixmul or tier} if tier != "unsupported" else {"": tier}
-    return {f"csrc/tinyblas/tinyblas_cpu_{part}{of}.cpp": list(cpu.TIERS[of].cflags) for part, of in parts.items()}
+    row = cpu.TIERS[tier]
+    parts = {"sgemm_": tier, "mixmul_": row.mixmul or tier} if tier != "unsupported" else {"": tier}
+    sources = {f"csrc/tinyblas/tinyblas_cpu_{part}{of}.cpp": list(cpu.TIERS[of].cflags) for part, of in parts.items()}
+    # Quantizers are vectors already; what -O3 would unroll makes them twice as large and no faster.
+    quantizer = f"csrc/tinyblas/tinyblas_cpu_quantize_{row.quantizer}.cpp"
+    return sources | {quantizer: [*cpu.TIERS[row.quantizer].cflags, "-O2"]}
 
 
 def source_flags() -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ import torch
 
 from ktlinear import WeightType, _memory
 from ktlinear.nn import FLOAT_DTYPES
-from ktlinear.ops import can_quantize, row_bytes
+from ktlinear.ops import needs_importance
 
 SAMPLE_ROWS = 64
 
@@ -22,10 +22,8 @@ def sample(weight_type: WeightType, n: int, k: int, packed: bool) -> torch.Tenso
     rows = torch.randn(SAMPLE_ROWS, k, generator=torch.Generator().manual_seed(0))
     if weight_type in FLOAT_DTYPES:
         rows = rows.to(FLOAT_DTYPES[weight_type])
-    elif can_quantize(weight_type):
-        rows = torch.ops.kt.quantize(rows, weight_type)
-    else:  # any bytes will do, but none that make a scale infinite or NaN
-        rows = torch.randint(0, 256, (SAMPLE_ROWS, row_bytes(weight_type, k)), dtype=torch.uint8) & 0xBF
+    else:
+        rows = torch.ops.kt.quantize(rows, weight_type, torch.ones(k) if needs_importance(weight_type) else None)
     rows = rows.repeat(-(-n // SAMPLE_ROWS), 1)[:n].contiguous()
     if packed and weight_type not in FLOAT_DTYPES:
         return torch.ops.kt.pack(rows, weight_type)

@@ -18,12 +18,14 @@ class Tier(NamedTuple):
         features: what the CPU must have, as ``/proc/cpuinfo`` spells it. The kernel lists a feature only if it also
             saves the registers, so these names imply the operating system's support.
         cflags: the compiler flags for GCC and Clang.
+        quantizer: the tier whose quantizers this one uses, the first with vectors as wide.
         mixmul: the tier whose kernels for quantized weights this one uses; empty if it has its own. Those kernels are
             nearly all of the library, so a tier whose own instructions serve float weights alone adds no second copy.
     """
 
     features: tuple[str, ...]
     cflags: tuple[str, ...]
+    quantizer: str
     mixmul: str = ""
 
 
@@ -35,16 +37,19 @@ _AVX512_FLAGS = (*_AVX2_FLAGS, "-mprfchw", "-mavx512f", "-mavx512bw", "-mavx512d
 # Best first.
 _X86_TIERS = {
     "amd_zen4": Tier(
-        (*_AVX512, "avx512_vnni", "avx512_bf16"), (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16"), "amd_avx512vnni"
+        (*_AVX512, "avx512_vnni", "avx512_bf16"),
+        (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16"),
+        "amd_avx512f",
+        "amd_avx512vnni",
     ),
-    "amd_avx512vnni": Tier((*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
-    "amd_avx512f": Tier(_AVX512, _AVX512_FLAGS),
-    "amd_avxvnni": Tier((*_AVX2, "avx_vnni"), (*_AVX2_FLAGS, "-mprfchw", "-mavxvnni")),
-    "amd_avx2": Tier(_AVX2, _AVX2_FLAGS),
-    "amd_fma": Tier(("avx", "fma", "f16c"), ("-mavx", "-mfma", "-mf16c")),
-    "amd_avx": Tier(("avx",), ("-mavx",)),
+    "amd_avx512vnni": Tier((*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni"), "amd_avx512f"),
+    "amd_avx512f": Tier(_AVX512, _AVX512_FLAGS, "amd_avx512f"),
+    "amd_avxvnni": Tier((*_AVX2, "avx_vnni"), (*_AVX2_FLAGS, "-mprfchw", "-mavxvnni"), "amd_avx"),
+    "amd_avx2": Tier(_AVX2, _AVX2_FLAGS, "amd_avx"),
+    "amd_fma": Tier(("avx", "fma", "f16c"), ("-mavx", "-mfma", "-mf16c"), "amd_avx"),
+    "amd_avx": Tier(("avx",), ("-mavx",), "amd_avx"),
 }
-_PORTABLE_TIER = {"unsupported": Tier((), ())}
+_PORTABLE_TIER = {"unsupported": Tier((), (), "unsupported")}
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
-from .ops import FORMATS, WeightType, can_quantize, row_bytes
+from .ops import FORMATS, WeightType, row_bytes
 from .ops import weight_type as to_weight_type
 
 __all__ = ["TypeRules", "check_quantized_types", "fitting_type"]
@@ -68,11 +68,11 @@ def check_quantized_types(
 
     Raises:
         TypeError: `rules` is not a mapping.
-        ValueError: a type that is unknown, a float type, or one without a quantizer.
+        ValueError: a type that is unknown, or a float type.
     """
     if rules is not None and not isinstance(rules, Mapping):
         raise TypeError(f"rules: expected a mapping of name patterns to types, got {type(rules).__name__}")
-    accepted = [t.name for t in WeightType if can_quantize(t) and FORMATS[t].block > 1]
+    accepted = [t.name for t in WeightType if FORMATS[t].block > 1]
     asked = {"weight_type": weight_type, **{f"rules[{p!r}]": t for p, t in (rules or {}).items() if t is not None}}
     for what, value in asked.items():
         kind = to_weight_type(value)

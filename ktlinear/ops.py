@@ -21,6 +21,11 @@ The operators themselves are C++ (``torch.ops.kt``):
 ones uint8 [N, row_bytes], rows of blocks as in a GGUF file; experts' weights, ``pack`` and ``unpack`` have or take one
 more dimension in front. A bad argument is a RuntimeError that names it; a bad index
 is an IndexError.
+
+``kt::quantize`` takes a float weight [..., K] and gives uint8 [..., row_bytes]: the bytes of the ``gguf`` package where
+that can quantize, elsewhere those of a search as good as ggml's. ``importance`` weighs the squared errors: fp32, finite
+and not negative, [K] as an importance matrix has it, or of the weight's shape; only ratios matter. Q8_0, TQ1_0, TQ2_0
+and float types ignore it. IQ2_XXS, IQ2_XS and IQ1_S are refused without one (`needs_importance`).
 """
 
 from __future__ import annotations
@@ -116,17 +121,8 @@ FORMATS: dict[WeightType, Format] = {
     WeightType.IQ1_M: Format(256, 56, 256, 1216),
 }
 
-# There is no quantizer for these yet: their rows come from elsewhere.
-_NOT_QUANTIZABLE = {
-    WeightType.IQ2_XXS,
-    WeightType.IQ2_XS,
-    WeightType.IQ2_S,
-    WeightType.IQ3_XXS,
-    WeightType.IQ3_S,
-    WeightType.IQ1_S,
-    WeightType.IQ1_M,
-    WeightType.NVFP4,
-}
+# The same as in csrc/tinyblas/formats.h.
+_NEED_IMPORTANCE = {WeightType.IQ2_XXS, WeightType.IQ2_XS, WeightType.IQ1_S}
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -146,9 +142,9 @@ def weight_type(value: WeightType | str | int) -> WeightType:
     raise ValueError(f"weight_type is {value!r}; expected one of {accepted}")
 
 
-def can_quantize(t: WeightType | str | int) -> bool:
-    """Whether ``kt::quantize`` makes rows of `t`. ValueError if there is no such type."""
-    return weight_type(t) not in _NOT_QUANTIZABLE
+def needs_importance(t: WeightType | str | int) -> bool:
+    """Whether ``kt::quantize`` makes rows of `t` only with an importance. ValueError if there is no such type."""
+    return weight_type(t) in _NEED_IMPORTANCE
 
 
 def _geometry(value: WeightType | str | int) -> tuple[WeightType, Format]:

@@ -13,7 +13,7 @@ from . import _cpu, _fuse
 from ._logical import LOGICAL_DTYPES
 from ._types import TypeRules, fitting_type
 from .nn import FLOAT_DTYPES, Embedding, Linear
-from .ops import WeightType, can_quantize
+from .ops import WeightType, needs_importance
 
 __all__ = ["PatchReport", "PatchRow", "patch", "unpatch"]
 
@@ -310,8 +310,8 @@ def _plan(
     chosen = fitting_type(wanted, weight.shape[1])
     if chosen is None:
         return leave(f"the block of {wanted.name} does not divide K = {weight.shape[1]}")
-    if not can_quantize(chosen):
-        return leave(f"there is no quantizer for {chosen.name} yet")
+    if needs_importance(chosen) and not weight.is_meta:
+        return leave(f"{chosen.name} needs an importance matrix, which only `python -m ktlinear quantize` takes")
     if chosen in FLOAT_DTYPES and embeddings:
         tied = f"tied to {embeddings[0][0]}; " if linears else ""
         return leave(f"{tied}embeddings are changed for quantized types only")

@@ -36,7 +36,7 @@ from .checkpoint import (
     safetensors_files,
     type_metadata,
 )
-from .ops import WeightType, row_bytes
+from .ops import WeightType, needs_importance, row_bytes
 from .ops import weight_type as to_weight_type
 from .patch import _plans, _progress, _unfit_values, format_table
 
@@ -189,6 +189,11 @@ def quantize_checkpoint(
     report = QuantizeReport(planned_on=planned_on)
     if imatrix is not None:
         importances, report.unused_importances = _importances(imatrix, types, entries, config.get("model_type"))
+
+    for name, tensor in types.items():
+        if needs_importance(tensor.weight_type) and name not in importances:
+            kind = tensor.weight_type.name
+            raise ValueError(f"{name}: {kind} needs its importance; expected an imatrix that has it, or another type")
 
     layouts = {file: _Layout(header, types) for file, header in headers.items()}
     _check_space(target, sum(layout.size for layout in layouts.values()))

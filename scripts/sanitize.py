@@ -30,8 +30,11 @@ def check(tier: str) -> int:
     program = ROOT / "build" / "sanitize" / tier
     program.parent.mkdir(parents=True, exist_ok=True)
     sources = ["tests/cpp/sanitize.cpp", "csrc/tinyblas/tiers.cpp"]
-    for name in filter(None, (tier, _cpu.TIERS[tier].mixmul)):  # its own, and those that it shares
-        sources += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(f"csrc/tinyblas/tinyblas_cpu*_{name}.cpp"))
+    folder, row = ROOT / "csrc" / "tinyblas", _cpu.TIERS[tier]
+    kernels = {*folder.glob(f"tinyblas_cpu*_{tier}.cpp"), folder / f"tinyblas_cpu_quantize_{row.quantizer}.cpp"}
+    if row.mixmul:
+        kernels.update(folder.glob(f"tinyblas_cpu*_{row.mixmul}.cpp"))
+    sources += sorted(str(path.relative_to(ROOT)) for path in kernels)
     compiler = os.environ.get("CXX", "c++")
     command = [compiler, *FLAGS.split(), SANITIZERS, *_cpu.TIERS[tier].cflags, *sources, "-o", str(program)]
     return subprocess.run(command, cwd=ROOT).returncode or subprocess.run([program], cwd=ROOT).returncode

@@ -77,6 +77,9 @@ def test_every_tier_has_its_sources() -> None:
     expected |= {
         f"tinyblas_cpu_mixmul_{t.mixmul or tier}.cpp" for tier, t in _cpu.TIERS.items() if tier != "unsupported"
     }
+    expected |= {f"tinyblas_cpu_quantize_{tier.quantizer}.cpp" for tier in _cpu.TIERS.values()}
+    for name, tier in _cpu.TIERS.items():  # a tier's code must not ask for more than the tier
+        assert set(_cpu.TIERS[tier.quantizer].features) <= set(tier.features), name
     if not _cpu.IS_X86:
         pytest.skip("the files on the disk are x86's, this machine's tiers are not")
     assert names == expected | {"tinyblas_cpu_unsupported.cpp"}

@@ -325,7 +325,8 @@ def test_arguments_are_refused(folder, tmp_path):
     files, out = sorted(os.listdir(folder)), tmp_path / "out"
     refuses("weight_type is 'Q9_9'.*Q4_K", folder, out, "Q9_9")
     refuses("BF16 is no type to quantize to; expected one of.*Q4_K", folder, out, "BF16")
-    refuses("rules\\['head'\\]: IQ1_S is no type", folder, out, rules={"head": "IQ1_S"})
+    refuses("rules\\['head'\\]: F16 is no type", folder, out, rules={"head": "F16"})
+    refuses("head.weight: IQ1_S needs its importance; expected an imatrix", folder, out, rules={"head": "IQ1_S"})
     refuses("rules: 'heads' matches no", folder, out, rules={"heads": None})
     refuses("exists already", folder, folder, error=FileExistsError)
     refuses("no such folder", folder, tmp_path / "a" / "b", error=FileNotFoundError)

@@ -1,4 +1,4 @@
-// Rows of any weight type -> rows of a float type, and back.
+// Rows of any weight type -> rows of a float type.
 #pragma once
 
 #include "dispatch.h"
@@ -12,8 +12,5 @@ constexpr int64_t kDecodeElements = 2048;
 // k elements of one row of `format` -> out, of a float type.
 void decode_row(const tinyblas::Codec& codec, const tinyblas::FormatInfo& format, const void* row, int64_t k,
                 tinyblas::Type out_type, void* out);
-// The reverse: floats -> one row of `format`. False if a quantized format cannot hold a value: NaN, infinity, above 65504.
-bool encode_row(const tinyblas::Codec& codec, const void* in, tinyblas::Type in_type, int64_t k,
-                const tinyblas::FormatInfo& format, void* row);
 
 }  // namespace ktlinear::ops

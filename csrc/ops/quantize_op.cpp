@@ -3,6 +3,8 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <vector>
 
 #include "common.h"
 #include "decode.h"
@@ -20,13 +22,6 @@ constexpr float kLargestWeight = 65504.f;
 
 int64_t bytes_of(Type float_type, int64_t count) {
   return tinyblas::row_bytes(*tinyblas::find_format(static_cast<int64_t>(float_type)), count);
-}
-
-std::string quantizable_types() {
-  std::string names;
-  for (const FormatInfo& f : tinyblas::kFormats)
-    if (tinyblas::can_quantize(f.type)) names += (names.empty() ? "" : ", ") + std::string(f.name);
-  return names;
 }
 
 // Calls f(first element, count) for pieces of a row that fit a buffer on the stack.
@@ -55,61 +50,113 @@ void decode_row(const Codec& codec, const FormatInfo& format, const void* row, i
   });
 }
 
-bool encode_row(const Codec& codec, const void* in, Type in_type, int64_t k, const FormatInfo& format, void* row) {
-  if (format.type == in_type) {
-    std::memcpy(row, in, static_cast<size_t>(bytes_of(in_type, k)));
-    return true;
+namespace {
+
+// Importance as the quantizers take it: fp32, one weight for each element of a row.
+struct Importance {
+  const float* data = nullptr;
+  int64_t row_stride = 0;  // 0: the same for all rows
+  Handle copy;
+};
+
+Importance check_importance(const char* op, AtenTensorHandle tensor, const View& weight, const FormatInfo& f) {
+  Importance importance;
+  if (tensor == nullptr) {
+    if (tinyblas::needs_importance(f.type))
+      fail(op, "importance is None; expected one for weight_type ", f.name,
+           ", as of an importance matrix (ones weigh all in_features alike)");
+    return importance;
   }
-  bool fits = true;
-  pieces(k, [&](int64_t first, int64_t count) {
-    alignas(64) float buffer[kDecodeElements];
-    const char* from = static_cast<const char*>(in) + bytes_of(in_type, first);
-    char* to = static_cast<char*>(row) + tinyblas::row_bytes(format, first);
-    const float* wide = reinterpret_cast<const float*>(from);
-    if (in_type != Type::F32) {
-      codec.widen(from, in_type, count, buffer);
-      wide = buffer;
-    }
-    if (tinyblas::is_float(format.type)) {
-      codec.convert(wide, count, format.type, to);
-    } else {
-      for (int64_t i = 0; i < count; ++i) fits &= std::fabs(wide[i]) <= kLargestWeight;  // false for NaN
-      if (fits) codec.quantize(format.type, wide, count / format.block, to);
-    }
-  });
-  return fits;
+  const View v = view(op, "importance", tensor);
+  if (float_type(v.dtype) != Type::F32) fail(op, "importance has dtype ", dtype_name(v.dtype), "; expected float32");
+  const bool per_element = v.dim == weight.dim && std::equal(v.sizes, v.sizes + v.dim, weight.sizes);
+  if (!per_element && (v.dim != 1 || v.last() != weight.last()))
+    fail(op, "importance has shape ", v.shape(), "; expected [", weight.last(),
+         "], one weight per in_feature, or weight's ", weight.shape());
+  importance.row_stride = per_element ? weight.last() : 0;
+  importance.data = static_cast<const float*>(contiguous_data(v, importance.copy, alignof(float)));
+  return importance;
 }
+
+// The row's importance, scaled by a power of two that keeps sums of products in range. False for NaN, infinity or a
+// negative weight.
+bool scale_importance(const float* in, int64_t k, std::vector<float>& out) {
+  float largest = 0;
+  bool fits = true;
+  for (int64_t i = 0; i < k; ++i) {
+    fits &= in[i] >= 0 && in[i] <= std::numeric_limits<float>::max();
+    largest = std::max(largest, in[i]);
+  }
+  if (!fits) return false;
+  int exponent = 0;
+  std::frexp(largest, &exponent);
+  const float factor = std::ldexp(1.f, std::clamp(-exponent, -126, 126));
+  out.resize(static_cast<size_t>(k));
+  for (int64_t i = 0; i < k; ++i) out[static_cast<size_t>(i)] = in[i] * factor;
+  return true;
+}
+
+}  // namespace
 
 void quantize(StableIValue* stack, uint64_t, uint64_t) {
   const char* op = "quantize";
   const Handle weight = tensor_argument(stack[0]);
-  const Handle importance = optional_tensor_argument(stack[2]);
+  const Handle importance_tensor = optional_tensor_argument(stack[2]);
   const FormatInfo& f = format(op, torch::stable::detail::to<int64_t>(stack[1]));
   const View w = view(op, "weight", weight.get());
   const Type in_type = require_float(op, "weight", w.dtype);
-  if (!tinyblas::can_quantize(f.type))
-    fail(op, "weight_type is ", f.name, ", for which there is no quantizer yet; expected one of ", quantizable_types());
   if (w.dim < 1) fail(op, "weight has no dimensions; expected [..., in_features]");
   const int64_t k = w.last(), n = w.rows();
   if (k % f.block != 0)
     fail(op, "weight has shape ", w.shape(), "; its last dimension, in_features, has to be a multiple of ", f.block,
          " for weight_type ", f.name);
-  // No type of the table has a quantizer that weighs by importance yet.
-  if (importance.get() != nullptr) fail(op, "importance is given; expected None for weight_type ", f.name);
+  const Importance importance = check_importance(op, importance_tensor.get(), w, f);
   Handle copy;
   const char* in = static_cast<const char*>(contiguous_data(w, copy));
   const int64_t in_row = bytes_of(in_type, k), out_row = tinyblas::row_bytes(f, k);
   Handle out = empty_like_rows(w, out_row, dtype_uint8());
   char* to = static_cast<char*>(data(out));
   const Codec& codec = *tier().codec;
-  std::atomic<int64_t> unfit{-1};
+  const auto quantize_row = tier().quantize;
+  std::atomic<int64_t> unfit_weight{-1}, unfit_importance{-1};
   split_bytes(n, in_row, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      if (!encode_row(codec, in + row * in_row, in_type, k, f, to + row * out_row)) unfit = row;
+    std::vector<float> wide, weights;
+    for (int64_t row = begin; row < end; ++row) {
+      const char* from = in + row * in_row;
+      if (f.type == in_type) {
+        std::memcpy(to + row * out_row, from, static_cast<size_t>(in_row));
+        continue;
+      }
+      const float* x = reinterpret_cast<const float*>(from);
+      if (in_type != Type::F32) {
+        wide.resize(static_cast<size_t>(k));
+        codec.widen(from, in_type, k, wide.data());
+        x = wide.data();
+      }
+      if (tinyblas::is_float(f.type)) {
+        codec.convert(x, k, f.type, to + row * out_row);
+        continue;
+      }
+      bool fits = true;
+      for (int64_t i = 0; i < k; ++i) fits &= std::fabs(x[i]) <= kLargestWeight;  // false for NaN
+      if (!fits) {
+        unfit_weight = row;
+        return;
+      }
+      if (importance.data != nullptr && (row == begin || importance.row_stride != 0) &&
+          !scale_importance(importance.data + row * importance.row_stride, k, weights)) {
+        unfit_importance = row;
+        return;
+      }
+      quantize_row(f.type, x, k, importance.data == nullptr ? nullptr : weights.data(), to + row * out_row);
+    }
   });
-  if (unfit >= 0)
-    fail(op, "weight holds NaN, infinity or a magnitude above ", kLargestWeight, " in row ", unfit.load(),
+  if (unfit_weight >= 0)
+    fail(op, "weight holds NaN, infinity or a magnitude above ", kLargestWeight, " in row ", unfit_weight.load(),
          "; expected finite values that ", f.name, "'s fp16 scales can hold");
+  if (unfit_importance >= 0)
+    fail(op, "importance holds NaN, infinity or a negative value (row ", unfit_importance.load(),
+         " of weight); expected finite weights that are not negative");
   stack[0] = result(std::move(out));
 }
 

@@ -211,21 +211,9 @@ static inline constexpr const FormatInfo* find_format(int64_t id) {
     if (static_cast<int64_t>(f.type) == id) return &f;
   return nullptr;
 }
-// False: rows of it come from elsewhere, there is no quantizer yet.
-static inline constexpr bool can_quantize(Type t) {
-  switch (t) {
-    case Type::IQ2_XXS:
-    case Type::IQ2_XS:
-    case Type::IQ2_S:
-    case Type::IQ3_XXS:
-    case Type::IQ3_S:
-    case Type::IQ1_S:
-    case Type::IQ1_M:
-    case Type::NVFP4:
-      return false;
-    default:
-      return true;
-  }
+// Types of about two bits and less, whose quantization is worth little unless it knows which inputs matter.
+static inline constexpr bool needs_importance(Type t) {
+  return t == Type::IQ2_XXS || t == Type::IQ2_XS || t == Type::IQ1_S;
 }
 static inline constexpr bool is_float(Type t) { return t == Type::F32 || t == Type::F16 || t == Type::BF16; }
 

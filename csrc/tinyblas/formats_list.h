@@ -33,15 +33,12 @@ KT_INLINE auto with_decoder(Type t, F f) {
   }
 }
 
-template <class D>
-inline constexpr bool kCanQuantize = requires(const float* x, uint8_t* block) { D::quantize(x, block); };
-
 // The table of formats.h and the decoders agree.
 template <class D>
 constexpr bool matches(Type t) {
   const FormatInfo* f = find_format(static_cast<int64_t>(t));
-  return f && can_quantize(t) == kCanQuantize<D> && f->block == D::kBlock && f->block_bytes == D::kBlockBytes &&
-         f->packed_k == D::kGroups * 32 && f->packed_bytes == D::kRecordBytes && D::kRecordBytes % 64 == 0;
+  return f && f->block == D::kBlock && f->block_bytes == D::kBlockBytes && f->packed_k == D::kGroups * 32 &&
+         f->packed_bytes == D::kRecordBytes && D::kRecordBytes % 64 == 0;
 }
 #define KT_CHECK(name) static_assert(matches<name>(Type::name));
 KT_FORMATS(KT_CHECK)

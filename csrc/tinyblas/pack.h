@@ -87,13 +87,6 @@ static void codec_dequantize(Type type, const void* blocks, int64_t count, float
       D::dequantize(static_cast<const uint8_t*>(blocks) + b * D::kBlockBytes, out + b * D::kBlock);
   });
 }
-static void codec_quantize(Type type, const float* in, int64_t count, void* blocks) {
-  with_decoder(type, [&]<class D>() {
-    if constexpr (kCanQuantize<D>)
-      for (int64_t b = 0; b < count; b++)
-        D::quantize(in + b * D::kBlock, static_cast<uint8_t*>(blocks) + b * D::kBlockBytes);
-  });
-}
 static void codec_dequantize_packed_row(Type type, const void* packed, int64_t k, int64_t row, float* out) {
   with_decoder(type, [&]<class D>() {
     const int64_t records = ceil_div(k, D::kGroups * 32);
@@ -117,7 +110,7 @@ static void codec_widen(const void* in, Type in_type, int64_t count, float* out)
 }
 
 extern const Codec codec;
-constinit const Codec codec{codec_pack,    codec_unpack, codec_dequantize, codec_quantize, codec_dequantize_packed_row,
+constinit const Codec codec{codec_pack,    codec_unpack, codec_dequantize, codec_dequantize_packed_row,
                             codec_convert, codec_widen};
 
 }  // namespace ktlinear::tinyblas::KT_TIER

@@ -61,16 +61,18 @@ struct Codec {
   // GGUF rows (ldw bytes apart) [16 * begin, min(n, 16 * end)) -> packed panels [begin, end), and back.
   void (*pack)(Type, const void* rows, int64_t ldw, int64_t n, int64_t k, void* packed, int64_t begin, int64_t end);
   void (*unpack)(Type, const void* packed, int64_t n, int64_t k, void* rows, int64_t begin, int64_t end);
-  // `count` consecutive GGUF blocks <-> fp32. `quantize` follows the reference: the `gguf` package bit for bit,
-  // or ggml's search for scales where that package has no quantizer.
+  // `count` consecutive GGUF blocks -> fp32.
   void (*dequantize)(Type, const void* blocks, int64_t count, float* out);
-  void (*quantize)(Type, const float* in, int64_t count, void* blocks);
   // Row `row` of a packed matrix -> k floats.
   void (*dequantize_packed_row)(Type, const void* packed, int64_t k, int64_t row, float* out);
   // fp32 <-> out type (F32 / F16 / BF16), round to nearest even.
   void (*convert)(const float* in, int64_t count, Type out_type, void* out);
   void (*widen)(const void* in, Type in_type, int64_t count, float* out);
 };
+
+// k floats -> one GGUF row: as the `gguf` package does, bit for bit; by a search where that has no quantizer, or with an
+// importance: k weights of the squared errors, finite and not negative, or nullptr.
+using Quantize = void(Type, const float* row, int64_t k, const float* importance, void* blocks);
 
 // What the machine can do with this tier's own instructions; run by the benchmarks on every thread at once.
 struct Limits {
@@ -84,6 +86,7 @@ struct Tier {
   const Kernels* sgemm;   // float weights
   const Kernels* mixmul;  // quantized weights
   const Codec* codec;
+  Quantize* quantize;
   const Limits* limits;
 };
 

@@ -12,11 +12,15 @@
   extern const Kernels sgemm, mixmul;  \
   extern const Codec codec;            \
   extern const Limits limits;          \
+  extern Quantize quantize;            \
   }
-#define KT_TIER_ROW(name) KT_TIER_ROW_WITH(name, name)
+// Quantizers are compiled once per vector width, for the first tier that has it (ktlinear/_cpu.py: quantizer).
+#define KT_TIER_ROW(name, quantizer) KT_TIER_ROW_WITH(name, name, quantizer)
 // A tier whose kernels for quantized weights are another's (ktlinear/_cpu.py: mixmul).
-#define KT_TIER_ROW_WITH(name, other) {#name, &name::sgemm, &other::mixmul, &other::codec, &name::limits}
-#define KT_ZEN4_ROW KT_TIER_ROW_WITH(amd_zen4, amd_avx512vnni)  // its bf16 products serve float weights alone
+#define KT_TIER_ROW_WITH(name, other, quantizer) \
+  {#name, &name::sgemm, &other::mixmul, &other::codec, quantizer::quantize, &name::limits}
+// Its bf16 products serve float weights alone.
+#define KT_ZEN4_ROW KT_TIER_ROW_WITH(amd_zen4, amd_avx512vnni, amd_avx512f)
 
 KT_DECLARE_TIER(unsupported)
 #if defined(__x86_64__) || defined(_M_X64)
@@ -34,32 +38,33 @@ namespace ktlinear::tinyblas {
 // Rows of the table of tiers, best first.
 #if defined(KT_ALL_TIERS)
 #if defined(__x86_64__) || defined(_M_X64)
-#define KT_TIERS                                                                                                       \
-  KT_ZEN4_ROW, KT_TIER_ROW(amd_avx512vnni), KT_TIER_ROW(amd_avx512f), KT_TIER_ROW(amd_avxvnni), KT_TIER_ROW(amd_avx2), \
-      KT_TIER_ROW(amd_fma), KT_TIER_ROW(amd_avx), KT_TIER_ROW(unsupported)
+#define KT_TIERS                                                                                        \
+  KT_ZEN4_ROW, KT_TIER_ROW(amd_avx512vnni, amd_avx512f), KT_TIER_ROW(amd_avx512f, amd_avx512f),         \
+      KT_TIER_ROW(amd_avxvnni, amd_avx), KT_TIER_ROW(amd_avx2, amd_avx), KT_TIER_ROW(amd_fma, amd_avx), \
+      KT_TIER_ROW(amd_avx, amd_avx), KT_TIER_ROW(unsupported, unsupported)
 #else
-#define KT_TIERS KT_TIER_ROW(unsupported)
+#define KT_TIERS KT_TIER_ROW(unsupported, unsupported)
 #endif
 #elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
 #define KT_TIERS KT_ZEN4_ROW
 #elif defined(__AVX512VNNI__)
-#define KT_TIERS KT_TIER_ROW(amd_avx512vnni)
+#define KT_TIERS KT_TIER_ROW(amd_avx512vnni, amd_avx512f)
 #else
-#define KT_TIERS KT_TIER_ROW(amd_avx512f)
+#define KT_TIERS KT_TIER_ROW(amd_avx512f, amd_avx512f)
 #endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #if defined(__AVXVNNI__)
-#define KT_TIERS KT_TIER_ROW(amd_avxvnni)
+#define KT_TIERS KT_TIER_ROW(amd_avxvnni, amd_avx)
 #else
-#define KT_TIERS KT_TIER_ROW(amd_avx2)
+#define KT_TIERS KT_TIER_ROW(amd_avx2, amd_avx)
 #endif
 #elif defined(__AVX__) && defined(__FMA__) && defined(__F16C__)
-#define KT_TIERS KT_TIER_ROW(amd_fma)
+#define KT_TIERS KT_TIER_ROW(amd_fma, amd_avx)
 #elif defined(__AVX__)
-#define KT_TIERS KT_TIER_ROW(amd_avx)
+#define KT_TIERS KT_TIER_ROW(amd_avx, amd_avx)
 #else
-#define KT_TIERS KT_TIER_ROW(unsupported)
+#define KT_TIERS KT_TIER_ROW(unsupported, unsupported)
 #endif
 
 }  // namespace ktlinear::tinyblas

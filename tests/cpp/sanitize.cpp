@@ -174,24 +174,27 @@ void float_conversions(const Codec& codec, const FormatInfo& f) {
 }
 
 // Weights with what a quantizer may stumble over: zeros of both signs, subnormals, equal elements, one outlier.
-void quantizers(const Codec& codec, const FormatInfo& f) {
+void quantizers(const Tier& tier, const FormatInfo& f) {
   static constexpr float scales[] = {0.f, -0.f, 1e-45f, 1e-38f, 1e-20f, 3e-8f, 6e-5f, 1.f, -65504.f};
   const float kRoundedD = 0x1p-25f * 128 * 32;  // a subnormal fp16 d, times the largest codes
   const int64_t k = f.block * 3;
   for (float scale : scales)
-    for (int pattern = 0; pattern < 5; pattern++) {
-      Exact x(k * 4), blocks(row_bytes(f, k), 1), back(k * 4);
+    for (int pattern = 0; pattern < 10; pattern++) {
+      const bool weighted = pattern >= 5;
+      if (!weighted && needs_importance(f.type)) continue;
+      Exact x(k * 4), importance(k * 4), blocks(row_bytes(f, k), 1), back(k * 4);
       for (int64_t i = 0; i < k; i++) {
         const float noise = static_cast<float>(static_cast<int>(random_bits() % 2001) - 1000) / 1000;
         const float patterns[] = {1, noise, i % 2 ? 1.f : -1.f, i % f.block == f.block - 1 ? 1.f : 0.f,
                                   i % f.block == 0 ? 1.f : noise / 1000};
-        x.as<float>()[i] = scale * patterns[pattern];
+        x.as<float>()[i] = scale * patterns[pattern % 5];
+        importance.as<float>()[i] = i % 3 ? noise * noise : 0;
       }
-      codec.quantize(f.type, x.as<float>(), k / f.block, blocks.as());
-      codec.dequantize(f.type, blocks.as(), k / f.block, back.as<float>());
+      tier.quantize(f.type, x.as<float>(), k, weighted ? importance.as<float>() : nullptr, blocks.as());
+      tier.codec->dequantize(f.type, blocks.as(), k / f.block, back.as<float>());
+      const float room = (weighted ? 4 : 1.1f) * std::fabs(scale) + kRoundedD;  // any value will do without importance
       for (int64_t i = 0; i < k; i++)
-        check(std::fabs(back.as<float>()[i] - x.as<float>()[i]) <= 1.1f * std::fabs(scale) + kRoundedD, f,
-              "a wild quantized value", pattern, 1, k);
+        check(std::fabs(back.as<float>()[i] - x.as<float>()[i]) <= room, f, "a wild quantized value", pattern, 1, k);
     }
 }
 
@@ -227,8 +230,8 @@ int main() {
       }
     if (is_float(f.type))
       float_conversions(*tier.codec, f);
-    else if (can_quantize(f.type))
-      quantizers(*tier.codec, f);
+    else
+      quantizers(tier, f);
   }
   std::printf("%s: %d formats\n", tier.name, static_cast<int>(std::size(kFormats)));
 }

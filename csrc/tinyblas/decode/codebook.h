@@ -94,46 +94,6 @@ struct Codebook {
   }
 };
 
-// The quantizers of the levels of IQ4, without an importance: elements count by their squares, as in ggml.
-struct SearchIQ4 {
-  KT_INLINE static float level(int q) { return static_cast<float>(kLevelsIQ4[q] - 128); }
-  // The nearest level of v; the upper one of two.
-  KT_INLINE static int nearest(float v) {
-    int q = 0;
-    for (int i = 1; i < 16; i++) q += v >= 0.5f * (level(i - 1) + level(i));
-    return q;
-  }
-  // The scale of 32 elements. Levels are chosen by fifteen inverse scales about the one that brings the largest element to
-  // level 0, and by that one's negative; each choice has a least-squares scale, and the smallest error wins.
-  static float scale(const float* x) {
-    float largest = 0;
-    for (int i = 0; i < 32; i++) largest = __builtin_fabsf(x[i]) > __builtin_fabsf(largest) ? x[i] : largest;
-    if (!(__builtin_fabsf(largest) > 1e-15f)) return 0;
-    float best = 0, found = 0;
-    auto attempt = [&](float inverse) {
-      float xq = 0, qq = 0;
-      for (int i = 0; i < 32; i++) {
-        const float q = level(nearest(inverse * x[i])), weight = x[i] * x[i];
-        xq += weight * q * x[i];
-        qq += weight * q * q;
-      }
-      if (qq > 0 && xq * xq > best * qq) {
-        found = xq / qq;
-        best = found * xq;
-      }
-    };
-    attempt(-level(0) / largest);
-    for (int i = -7; i <= 7; i++) attempt((static_cast<float>(i) + level(0)) / largest);
-    return found;
-  }
-  // Nibbles of 32 elements.
-  KT_INLINE static void put(const float* x, float scale, uint8_t* qs) {
-    const float inverse = scale != 0 ? 1.f / scale : 0.f;
-    for (int j = 0; j < 16; j++)
-      qs[j] = static_cast<uint8_t>(nearest(inverse * x[j]) | nearest(inverse * x[j + 16]) << 4);
-  }
-};
-
 struct IQ4_NL : Codebook<kLevelsIQ4, 128, 241, 2, 1> {
   static constexpr int kBlock = 32, kBlockBytes = sizeof(BlockIQ4_NL),
                        kRecordBytes = kNibbleBytes + 64;
@@ -159,11 +119,6 @@ struct IQ4_NL : Codebook<kLevelsIQ4, 128, 241, 2, 1> {
       out[j] = d * level(p[2 + j] & 15);
       out[j + 16] = d * level(p[2 + j] >> 4);
     }
-  }
-  static void quantize(const float* x, uint8_t* p) {
-    const uint16_t d = float_to_half(SearchIQ4::scale(x));
-    std::memcpy(p, &d, 2);
-    SearchIQ4::put(x, half_to_float(d), p + 2);
   }
 };
 
@@ -192,31 +147,6 @@ struct MXFP4 : Codebook<kLevelsE2M1, 12, 24, 4, 1> {
       out[j] = d * level(p[1 + j] & 15);
       out[j + 16] = d * level(p[1 + j] >> 4);
     }
-  }
-  // e = floor(log2 amax) - 2 + 127, in fp32 (an amax just below a power of two rounds up to it, as in the reference);
-  // at least 0, where the reference wraps around. Then the nearest level, the first of several.
-  static void quantize(const float *x, uint8_t *p) {
-    float amax = 0;
-    for (int i = 0; i < 32; i++)
-      amax = __builtin_fabsf(x[i]) > amax ? __builtin_fabsf(x[i]) : amax;
-    const int e = amax > 0 ? static_cast<int>(__builtin_floorf(
-                                 __builtin_log2f(min_of(amax, 0x1p127f)))) +
-                                 125
-                           : 0;
-    p[0] = static_cast<uint8_t>(e > 0 ? e : 0);
-    const float d = kE8M0.value[p[0]];
-    auto nearest = [&](float v) {
-      int best = 0;
-      float error = __builtin_fabsf(d * level(0) - v);
-      for (int q = 1; q < 16; q++) {
-        const float other = __builtin_fabsf(d * level(q) - v);
-        if (other < error)
-          best = q, error = other;
-      }
-      return best;
-    };
-    for (int j = 0; j < 16; j++)
-      p[1 + j] = static_cast<uint8_t>(nearest(x[j]) | nearest(x[j + 16]) << 4);
   }
 };
 
@@ -326,25 +256,6 @@ struct IQ4_XS : Codebook<kLevelsIQ4, 128, 241, 8, 1> {
         out[j] = scale * level(qs[j] & 15);
         out[j + 16] = scale * level(qs[j] >> 4);
       }
-    }
-  }
-  // d = -(scale of largest magnitude) / 32; the sub-scales are rounded to -32..31.
-  static void quantize(const float* x, uint8_t* p) {
-    float scales[8], largest = 0;
-    for (int g = 0; g < 8; g++) {
-      scales[g] = SearchIQ4::scale(x + g * 32);
-      largest = __builtin_fabsf(scales[g]) > __builtin_fabsf(largest) ? scales[g] : largest;
-    }
-    const uint16_t half = float_to_half(largest / -32.f);
-    const float d = half_to_float(half), inverse = d != 0 ? 1.f / d : 0.f;
-    std::memset(p, 0, 8);
-    std::memcpy(p, &half, 2);
-    for (int g = 0; g < 8; g++) {
-      const float rounded = __builtin_rintf(inverse * scales[g]);
-      const int s = static_cast<int>(rounded < -32.f ? -32.f : rounded > 31.f ? 31.f : rounded), code = s + 32;
-      p[2 + g / 4] = static_cast<uint8_t>(p[2 + g / 4] | (code >> 4) << (g % 4 * 2));
-      p[4 + g / 2] = static_cast<uint8_t>(p[4 + g / 2] | (code & 15) << (g % 2 * 4));
-      SearchIQ4::put(x + g * 32, d * static_cast<float>(s), p + 8 + g * 16);
     }
   }
 };

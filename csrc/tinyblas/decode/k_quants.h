@@ -18,7 +18,6 @@
 // Both ways are the same transpose of bit fields, of four elements at once in 32-bit words.
 #pragma once
 
-#include "k_search.h"
 #include "pieces.h"
 
 namespace ktlinear::tinyblas::KT_TIER {
@@ -200,35 +199,6 @@ struct SixBitMinimum : SuperBlock<Block> {
       }
     }
   }
-  static void quantize(const float* x, uint8_t* p) {
-    Block b{};
-    float scales[8], minima[8];
-    for (int g = 0; g < 8; g++) {
-      float square = 0, weight[32];
-      for (int l = 0; l < 32; l++) square += x[g * 32 + l] * x[g * 32 + l];
-      const float rms = __builtin_sqrtf(square / 32);
-      for (int l = 0; l < 32; l++) weight[l] = rms + __builtin_fabsf(x[g * 32 + l]);
-      const Fit fit =
-          fit_minimum<32, kMaxCode, false>(x + g * 32, weight, kHasBit ? -0.5f : -1.f, kHasBit ? 15 : 20);
-      scales[g] = fit.scale;
-      minima[g] = fit.minimum;
-    }
-    SubScales s;
-    b.d = round_unsigned<63>(scales, s.sc);
-    b.dmin = round_unsigned<63>(minima, s.m);
-    pack_scales(s, b.scales);
-    const float d = half_to_float(b.d), dmin = half_to_float(b.dmin);
-    for (int g = 0; g < 8; g++) {
-      uint8_t codes[32];
-      round_codes<32, kOffset, kMaxCode>(x + g * 32, d * s.sc[g], dmin * s.m[g], codes);
-      for (int l = 0; l < 32; l++) {
-        uint8_t& q = b.qs[g / 2 * 32 + l];
-        q = static_cast<uint8_t>(q | (codes[l] & 15) << (g % 2 * 4));
-        if constexpr (kHasBit) b.qh[l] = static_cast<uint8_t>(b.qh[l] | codes[l] >> 4 << g);
-      }
-    }
-    std::memcpy(p, &b, sizeof b);
-  }
 };
 
 using Q4_K = SixBitMinimum<BlockQ4_K>;
@@ -295,22 +265,6 @@ struct Q6_K : SignedScales<BlockQ6_K> {
       out[e] = d * static_cast<float>(b.scales[e / 16]) * static_cast<float>((low | high << 4) - kOffset);
     }
   }
-  static void quantize(const float* x, uint8_t* p) {
-    BlockQ6_K b{};
-    float scales[16];
-    for (int i = 0; i < 16; i++) scales[i] = fit_signed<16, 32>(x + i * 16);
-    b.d = round_signed<128>(scales, b.scales);
-    uint8_t codes[256];
-    for (int i = 0; i < 16; i++)
-      round_codes<16, kOffset, kMaxCode>(x + i * 16, half_to_float(b.d) * b.scales[i], 0, codes + i * 16);
-    for (int e = 0; e < 256; e++) {
-      const int n = e / 128, j = e % 128 / 32, l = e % 32;
-      uint8_t &low = b.ql[n * 64 + j % 2 * 32 + l], &high = b.qh[n * 32 + l];
-      low = static_cast<uint8_t>(low | (codes[e] & 15) << (j / 2 * 4));
-      high = static_cast<uint8_t>(high | codes[e] >> 4 << (j * 2));
-    }
-    std::memcpy(p, &b, sizeof b);
-  }
 };
 
 struct Q3_K : SignedScales<BlockQ3_K> {
@@ -373,24 +327,6 @@ struct Q3_K : SignedScales<BlockQ3_K> {
       out[e] = d * static_cast<float>(scale_of(b.scales, e / 16)) * static_cast<float>(q - kOffset);
     }
   }
-  static void quantize(const float* x, uint8_t* p) {
-    BlockQ3_K b{};
-    float scales[16];
-    for (int i = 0; i < 16; i++) scales[i] = descend_signed<16, 4>(x + i * 16);
-    int8_t sc[16];
-    b.d = round_signed<32>(scales, sc);
-    uint8_t codes[256];
-    for (int i = 0; i < 16; i++) {
-      put_scale(b.scales, i, sc[i]);
-      round_codes<16, kOffset, kMaxCode>(x + i * 16, half_to_float(b.d) * sc[i], 0, codes + i * 16);
-    }
-    for (int e = 0; e < 256; e++) {
-      const int n = e / 128, j = e % 128 / 32, l = e % 32;
-      b.qs[n * 32 + l] = static_cast<uint8_t>(b.qs[n * 32 + l] | (codes[e] & 3) << (j * 2));
-      b.hmask[l] = static_cast<uint8_t>(b.hmask[l] | codes[e] >> 2 << (n * 4 + j));
-    }
-    std::memcpy(p, &b, sizeof b);
-  }
 };
 
 // Sixteen sub-blocks of 16, four bits each for scale and minimum; w = d * sc * q - dmin * m.
@@ -441,30 +377,6 @@ struct Q2_K : SuperBlock<BlockQ2_K> {
       const int q = b.qs[e / 128 * 32 + e % 32] >> (e % 128 / 32 * 2) & 3, s = b.scales[e / 16];
       out[e] = d * static_cast<float>(s & 15) * static_cast<float>(q) - dmin * static_cast<float>(s >> 4);
     }
-  }
-  static void quantize(const float* x, uint8_t* p) {
-    BlockQ2_K b{};
-    float scales[16], minima[16];
-    for (int i = 0; i < 16; i++) {
-      float weight[16];
-      for (int l = 0; l < 16; l++) weight[l] = __builtin_fabsf(x[i * 16 + l]);
-      const Fit fit = fit_minimum<16, kMaxCode, true>(x + i * 16, weight, -0.5f, 15);
-      scales[i] = fit.scale;
-      minima[i] = fit.minimum;
-    }
-    uint8_t sc[16], m[16], codes[256];
-    b.d = round_unsigned<15>(scales, sc);
-    b.dmin = round_unsigned<15>(minima, m);
-    for (int i = 0; i < 16; i++) {
-      b.scales[i] = static_cast<uint8_t>(sc[i] | m[i] << 4);
-      round_codes<16, kOffset, kMaxCode>(x + i * 16, half_to_float(b.d) * sc[i], half_to_float(b.dmin) * m[i],
-                                         codes + i * 16);
-    }
-    for (int e = 0; e < 256; e++) {
-      uint8_t& q = b.qs[e / 128 * 32 + e % 32];
-      q = static_cast<uint8_t>(q | codes[e] << (e % 128 / 32 * 2));
-    }
-    std::memcpy(p, &b, sizeof b);
   }
 };
 

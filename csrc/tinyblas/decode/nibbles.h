@@ -8,7 +8,7 @@
 //   pack(rows, record, index)      one GGUF block of each of the `rows` (see rows.h) -> its place in the record; `index` counts the
 //                                  record's blocks. Or pack_block(block, record, index, row), for one row only
 //   unpack_block                   back, for one row
-//   quantize / dequantize          one GGUF block <-> fp32, as the reference does
+//   dequantize                     one GGUF block -> fp32, as the reference does
 // and the constants
 //   kBlock: elements per GGUF block;  kBlockBytes, kRecordBytes
 //   kOffset: w = scale * (code - kOffset) + minimum;  kMaxCode;  kGroups of 32 per record;  kScales per group;  kHasMinimum
@@ -88,38 +88,6 @@ struct Nibbles {
       const int q = nibble | static_cast<int>(high >> j & 1) << 4;
       out[j] = kHasMinimum ? d * static_cast<float>(q) + m : d * static_cast<float>(q - kOffset);
     }
-  }
-  // Without a minimum: d = x / -(levels / 2) for the x of largest magnitude, q = trunc(x / d + levels / 2 + 0.5), at most
-  // levels - 1. With one: d = (max - min) / (levels - 1), m = min, q = trunc((x - m) / d + 0.5). Both with the fp32 inverse of
-  // the fp32 d.
-  static void quantize(const float* x, uint8_t* p) {
-    Block b{};
-    float base = 0, d;
-    if constexpr (kHasMinimum) {
-      float lo = x[0], hi = x[0];
-      for (int i = 1; i < 32; i++) {
-        lo = x[i] < lo ? x[i] : lo;
-        hi = x[i] > hi ? x[i] : hi;
-      }
-      d = (hi - lo) / static_cast<float>(kLevels - 1);
-      base = lo;
-      b.m = float_to_half(lo);
-    } else {
-      float extreme = x[0];  // the first of several equal magnitudes, sign and all
-      for (int i = 1; i < 32; i++) extreme = __builtin_fabsf(x[i]) > __builtin_fabsf(extreme) ? x[i] : extreme;
-      d = extreme / static_cast<float>(-kLevels / 2);
-    }
-    const float inverse = inverse_of_scale(d);
-    b.d = float_to_half(d);
-    uint32_t high = 0;
-    for (int j = 0; j < 32; j++) {
-      const float v = (x[j] - base) * inverse + static_cast<float>(kOffset) + 0.5f;
-      const int q = static_cast<int>(v < kMaxCode ? v : kMaxCode);  // v >= 0 but for NaN, which compares false
-      b.qs[j % 16] = static_cast<uint8_t>(b.qs[j % 16] | (q & 15) << (j / 16 * 4));
-      high |= static_cast<uint32_t>(q >> 4) << j;
-    }
-    if constexpr (kHasBit) std::memcpy(b.qh, &high, 4);
-    std::memcpy(p, &b, sizeof b);
   }
 };
 

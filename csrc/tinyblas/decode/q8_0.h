@@ -45,24 +45,6 @@ struct Q8_0 {
     const float d = half_to_float(b.d);
     for (int i = 0; i < 32; i++) out[i] = static_cast<float>(b.qs[i]) * d;
   }
-  // d = amax / 127, q = x / d rounded half away from zero, with the fp32 inverse of the fp32 d.
-  static void quantize(const float* x, uint8_t* p) {
-    BlockQ8_0 b{};
-    float amax = 0;
-    for (int i = 0; i < 32; i++) {
-      const float a = __builtin_fabsf(x[i]);
-      amax = a > amax ? a : amax;
-    }
-    const float d = amax / 127.f, inverse = inverse_of_scale(d);
-    b.d = float_to_half(d);
-    for (int i = 0; i < 32; i++) {
-      const float v = x[i] * inverse, a = __builtin_fabsf(v);
-      const int whole = static_cast<int>(a);
-      const int q = whole + static_cast<int>(2.f * (a - static_cast<float>(whole)));  // a < 128
-      b.qs[i] = static_cast<int8_t>(v < 0 ? -q : q);
-    }
-    std::memcpy(p, &b, sizeof b);
-  }
 };
 
 }  // namespace ktlinear::tinyblas::KT_TIER

@@ -76,17 +76,6 @@ struct Ternary {
     const uint8_t* word = record + (group / 4 * 8 + S) * 64;
     return band(shift_right_32(load_i(word + v * kVectorBytes), group % 4 * 2), splat_i8(3));
   }
-  // d = amax; codes are x / d rounded half away from zero, plus 1, with the fp32 inverse of the fp32 d.
-  KT_INLINE static uint16_t ternary_codes(const float* x, uint8_t* codes) {
-    float d = 0;
-    for (int i = 0; i < 256; i++) d = __builtin_fabsf(x[i]) > d ? __builtin_fabsf(x[i]) : d;
-    const float inverse = inverse_of_scale(d);
-    for (int i = 0; i < 256; i++) {
-      const float v = x[i] * inverse;
-      codes[i] = static_cast<uint8_t>(1 + (v >= 0.5f) - (v <= -0.5f));
-    }
-    return float_to_half(d);
-  }
 };
 
 struct TQ2_0 : Ternary {
@@ -106,15 +95,6 @@ struct TQ2_0 : Ternary {
     for (int i = 0; i < 256; i++)
       out[i] = d * static_cast<float>(
                        (p[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3) - 1);
-  }
-  static void quantize(const float *x, uint8_t *p) {
-    uint8_t codes[256];
-    const uint16_t d = ternary_codes(x, codes);
-    for (int b = 0; b < 64; b++) {
-      const uint8_t *c = codes + b / 32 * 128 + b % 32;
-      p[b] = static_cast<uint8_t>(c[0] | c[32] << 2 | c[64] << 4 | c[96] << 6);
-    }
-    std::memcpy(p + 64, &d, 2);
   }
 };
 
@@ -183,19 +163,6 @@ struct TQ1_0 : Ternary {
       const int b = p[at.word * 4 + i % 4] * kPowersOf3[at.power] & 255;
       out[i] = d * static_cast<float>((b * 3 >> 8) - 1);
     }
-  }
-  static void quantize(const float *x, uint8_t *p) {
-    uint8_t codes[256];
-    const uint16_t d = ternary_codes(x, codes);
-    uint8_t sums[52] = {};
-    for (int i = 0; i < 256; i++) {
-      const Digit at = place(i / 32, i % 32 / 4);
-      uint8_t &sum = sums[at.word * 4 + i % 4];
-      sum = static_cast<uint8_t>(sum + codes[i] * kPowersOf3[4 - at.power]);
-    }
-    for (int b = 0; b < 52; b++)
-      p[b] = static_cast<uint8_t>((sums[b] * 256 + 242) / 243);
-    std::memcpy(p + 52, &d, 2);
   }
 };
 

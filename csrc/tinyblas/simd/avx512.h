@@ -45,6 +45,7 @@ KT_INLINE F32 add(F32 a, F32 b) { return _mm512_add_ps(a, b); }
 KT_INLINE F32 sub(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
 KT_INLINE F32 mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
 KT_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+KT_INLINE F32 sqrt_of(F32 v) { return _mm512_sqrt_ps(v); }
 KT_INLINE __m128 quarter_sum(F32 v) {
   const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
   return _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));

@@ -38,6 +38,7 @@ KT_INLINE void store_bf16(uint16_t* p, F32 v) {
 KT_INLINE F32 add(F32 a, F32 b) { return _mm256_add_ps(a, b); }
 KT_INLINE F32 sub(F32 a, F32 b) { return _mm256_sub_ps(a, b); }
 KT_INLINE F32 mul(F32 a, F32 b) { return _mm256_mul_ps(a, b); }
+KT_INLINE F32 sqrt_of(F32 v) { return _mm256_sqrt_ps(v); }
 KT_INLINE __m128 quarter_sum(F32 v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
 // 4x4 transposes inside the 128-bit halves, then the halves.
 KT_INLINE void transpose(F32 (&r)[8]) {

@@ -7,6 +7,7 @@
 //   zero, set1, load, store        unaligned; store_n stores the first n lanes only
 //   load_f16, load_bf16, ...       16-bit floats <-> F32; stores round to nearest even
 //   fma(a, b, c) = a * b + c       fused where the hardware can
+//   sqrt_of(v)
 //   transpose(rows)                kLanes x kLanes
 //   sum(v), sum4(v, out)           horizontal, of one vector or of four, in the same order
 //   load_i, splat_i8, splat_i32, band, bor, bxor, to_f32, byte<j> (byte j of each 32-bit lane)
@@ -60,6 +61,9 @@ KT_INLINE F32 add(F32 a, F32 b) { return a + b; }
 KT_INLINE F32 sub(F32 a, F32 b) { return a - b; }
 KT_INLINE F32 mul(F32 a, F32 b) { return a * b; }
 KT_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
+KT_INLINE F32 sqrt_of(F32 v) {
+  return F32{__builtin_sqrtf(v[0]), __builtin_sqrtf(v[1]), __builtin_sqrtf(v[2]), __builtin_sqrtf(v[3])};
+}
 KT_INLINE float sum(F32 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 KT_INLINE void sum4(const F32* v, float* out) {
   KT_UNROLL for (int i = 0; i < 4; i++) out[i] = sum(v[i]);

@@ -1,0 +1,4 @@
+#define KT_TIER unsupported
+#include "simd/portable.h"
+
+#include "quantize.h"
