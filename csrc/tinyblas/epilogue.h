@@ -26,7 +26,7 @@ KT_INLINE int64_t y_index(const Problem& p, int64_t row, int64_t col) {
 
 // y[row][col .. col + count) = c[0 .. count) + bias. WIDTH: the usual count, for which the loop unrolls; others take the tail loop.
 template <int WIDTH>
-KT_INLINE void store_outputs(const Problem& p, int64_t row, int64_t col, const float* c, int64_t count) {
+KT_NOINLINE void store_outputs(const Problem& p, int64_t row, int64_t col, const float* c, int64_t count) {
   const int64_t y = y_index(p, row, col);
   auto vector = [&](int64_t i) KT_ALWAYS_INLINE_LAMBDA {
     F32 v = load(c + i);
@@ -49,7 +49,7 @@ KT_INLINE void store_outputs(const Problem& p, int64_t row, int64_t col, const f
 
 // Claims the lines of y that a tile will store to; without it the stores of a short K cost a quarter of the time.
 template <int WIDTH>
-KT_INLINE void prefetch_outputs(const Problem& p, int64_t row, int64_t rows, int64_t col) {
+KT_NOINLINE void prefetch_outputs(const Problem& p, int64_t row, int64_t rows, int64_t col) {
   const int64_t bytes = element_bytes(p.y_type);
   for (int64_t r = 0; r < rows; r++) {
     const char* y = static_cast<const char*>(p.y) + y_index(p, row + r, col) * bytes;

@@ -10,7 +10,7 @@ inline constexpr int kBlocksPerRecord = D::kGroups * 32 / D::kBlock;
 
 // Block b of one row of a packed matrix -> a GGUF block.
 template <class D>
-KT_INLINE void unpack_from_panel(const uint8_t* panel, int64_t row, int64_t b, uint8_t* block) {
+KT_NOINLINE void unpack_from_panel(const uint8_t* panel, int64_t row, int64_t b, uint8_t* block) {
   D::unpack_block(panel + b / kBlocksPerRecord<D> * D::kRecordBytes, static_cast<int>(b % kBlocksPerRecord<D>),
                   static_cast<int>(row % kPanelRows), block);
 }
