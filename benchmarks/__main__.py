@@ -57,6 +57,11 @@ def listed(item: Any) -> Any:
     return parse
 
 
+def types(text: str) -> list[WeightType]:
+    """ "Q4_0,Q8_0" or "all"."""
+    return list(FORMATS) if text == "all" else listed(weight_type)(text)
+
+
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
@@ -67,7 +72,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="linears",
         help=f"linears, or the expert-routed product of {EXPERTS} experts, {TOP_K} a token (default: linears)",
     )
-    parser.add_argument("--types", type=listed(weight_type), help=f"weight types (default: {','.join(TYPES)})")
+    parser.add_argument("--types", type=types, help=f"weight types, or all (default: {','.join(TYPES)})")
     parser.add_argument("--m", type=listed(positive), help="rows of the input, or tokens")
     parser.add_argument("--shapes", type=listed(shape), help="N x K of the weights, such as 4096x4096,1536x576")
     parser.add_argument("--isa", choices=ktlinear.available_isas(), help="tier (default: the one in use)")
@@ -78,7 +83,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--memory", type=positive, default=1536, metavar="MIB", help="copies of a weight (default: 1536)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="write the roofline (needs matplotlib)")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="write the roofline, a map of many types (needs matplotlib)"
+    )
     args = parser.parse_args(argv)
     args.types = args.types or [weight_type(name) for name in TYPES]
     if args.what == "experts":

@@ -1,7 +1,8 @@
-"""The roofline picture: what the machine allows, and where our linears and F.linear are."""
+"""The pictures: the roofline with our linears and F.linear; for many types, a map of each cell's share of it."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 from .report import Cell, group  # noqa: E402
@@ -79,10 +81,46 @@ def panel(axes: Axes, cells: list[Cell], title: str, unit: str) -> None:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Write the picture of the first shape, in the tier of the run, to `path`."""
+    """Write a picture of the run's tier to `path`: the roofline of the first shape; for more types than lines a map."""
     tier = results["machine"]["tier"]
     cells = [c for c in results["cells"] if c["isa"] == tier]
-    cells = [c for c in cells if (c["n"], c["k"]) == (cells[0]["n"], cells[0]["k"])]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if len({c["type"] for c in cells}) > len(COLORS):
+        figure = shares(cells, f"% of the roofline\n{results['machine']['threads']} threads, {tier}, cold weights")
+    else:
+        figure = roofline([c for c in cells if (c["n"], c["k"]) == (cells[0]["n"], cells[0]["k"])], results)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def shares(cells: list[Cell], title: str) -> Figure:
+    """A column of squares per M, a row per type, a panel per shape: the percentage of the roofline."""
+    shapes = list(group(cells, "n", "k").items())
+    names, ms = list(dict.fromkeys(c["type"] for c in cells)), sorted({c["m"] for c in cells})
+    size = (1.8 + len(shapes) * (0.5 + 0.36 * len(ms)), 1.3 + 0.25 * len(names))
+    figure, axes = plt.subplots(1, len(shapes), figsize=size, squeeze=False, sharey=True)
+    for ax, ((n, k), of_shape) in zip(axes[0], shapes, strict=True):
+        values = [[math.nan] * len(ms) for _ in names]  # left blank: the block does not divide K
+        for c in of_shape:
+            values[names.index(c["type"])][ms.index(c["m"])] = 100 * c["of_roofline"]
+        ax.imshow(values, cmap="RdYlGn", vmin=20, vmax=100, aspect="auto")
+        for i, row in enumerate(values):
+            for j, value in enumerate(row):
+                if not math.isnan(value):
+                    ax.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=7)
+        ax.set_xticks(range(len(ms)), [str(m) for m in ms], fontsize=8)
+        ax.set_yticks(range(len(names)), names, fontsize=8)
+        ax.set_title(f"{n} x {k}", fontsize=9)
+        ax.set_xlabel("M", fontsize=8)
+        ax.tick_params(length=0)
+    figure.suptitle(title, fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
+def roofline(cells: list[Cell], results: dict[str, Any]) -> Figure:
+    """A panel for float weights and one for quantized ones."""
+    tier = results["machine"]["tier"]
     of_panel = [(p, [c for c in cells if (c["instruction"] == p[0])]) for p in PANELS]
     of_panel = [(p, found) for p, found in of_panel if found]
     figure, axes = plt.subplots(1, len(of_panel), figsize=(4.7 * len(of_panel), 4.0), squeeze=False)
@@ -95,6 +133,4 @@ def draw(results: dict[str, Any], path: Path) -> None:
         fontsize=9,
     )
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure

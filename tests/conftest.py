@@ -42,3 +42,15 @@ def relative_error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias:
     expected = torch.nn.functional.linear(x, weight, None if bias is None else bias.double())
     scale = (x.square() @ weight.square().t() + (0 if bias is None else bias.double().square())).mean().sqrt()
     return ((y.double().reshape(expected.shape) - expected).square().mean().sqrt() / scale).item()
+
+
+def is_rounded_linear(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether each y is x @ weight.T + bias, rounded once to y's dtype, but for the rounding of fp32 sums.
+
+    Element by element: a single sum may be several times what `relative_error` divides by.
+    """
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    size = (x.double().square() @ weight.double().square().t() + (0 if bias is None else bias.double().square())).sqrt()
+    unit = torch.finfo(y.dtype).eps / 2
+    allowed = unit * expected.abs() + 1e-5 * size + torch.finfo(y.dtype).smallest_normal * unit
+    return bool(((y.double() - expected).abs() <= allowed).all())

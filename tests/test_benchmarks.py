@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, report
+from benchmarks import cases, picture, report
 from benchmarks.__main__ import arguments, run
 from benchmarks.timing import in_turn, ratio, spread
 from ktlinear.ops import row_bytes
@@ -138,3 +138,19 @@ def test_cliffs_are_flagged() -> None:
 
     assert report.cliffs([cell(4, 76), cell(1, 50), cell(2, 100)]) == []
     assert report.cliffs([cell(1, 50), cell(2, 100), cell(4, 74)]) == ["x F32 8 x 8: 100 at M = 2, 74 at M = 4"]
+
+
+def test_many_types_make_a_map(tmp_path: Path) -> None:
+    """A square for each type, M and shape; blank where the block does not divide K."""
+    cells = [
+        {"isa": "t", "n": 64, "k": k, "type": f"T{i}", "m": m, "of_roofline": (i + m) / 20}
+        for k in (96, 256)
+        for i in range(12)
+        for m in (1, 4)
+        if k == 256 or i < 6
+    ]
+    figure = picture.shares(cells, "title")
+    assert [len(ax.texts) for ax in figure.axes] == [12, 24]
+    assert figure.axes[1].texts[3].get_text() == "25"  # T1, M = 4
+    picture.draw({"machine": {"tier": "t", "threads": 2}, "cells": cells}, tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 10_000

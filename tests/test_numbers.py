@@ -10,13 +10,12 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import relative_error
+from conftest import is_rounded_linear, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ops import (
     HALVES,
     QUANTIZED,
-    ROUNDING,
     oracle_dequantize,
     oracle_quantize,
     put_half,
@@ -431,8 +430,7 @@ def test_linear_of_floats_is_f_linear(
     weight, bias = torch.randn(n, k).to(weight_dtype), torch.randn(n) if with_bias else None
     y = kt.linear(x, weight, bias)
     assert y.dtype == x.dtype and y.shape == F.linear(x, weight.to(x.dtype)).shape
-    if y.numel():
-        assert relative_error(y, x, weight, bias) < 2 * ROUNDING[x.dtype]
+    assert is_rounded_linear(y, x, weight, bias)
 
 
 @settings(deadline=None, max_examples=100)
@@ -450,7 +448,7 @@ def test_linear_of_quantized_rows_is_f_linear_of_their_values(
     for plain, packed in (exact, approximate):
         assert plain.dtype == x.dtype and plain.shape == (*x.shape[:-1], n) and torch.equal(plain, packed)
     if exact[0].numel():
-        assert relative_error(exact[0], x, weight) < 1e-5 + 2 * ROUNDING[x.dtype]
+        assert is_rounded_linear(exact[0], x, weight)
         assert relative_error(approximate[0], x, weight) < 0.03
 
 
