@@ -20,7 +20,11 @@ METRICS: list[tuple[str, Callable[[Cell], float], str]] = [
     ("spread of the time, (q3 - q1) / median, %", lambda c: spread_percent(c["seconds"]), "{:.0f}"),
     ("times F.linear's speed (same dtype; fp32 for quantized types)", lambda c: c["times_flinear"]["median"], "{:.2f}"),
     ("% of the roofline", lambda c: 100 * c["of_roofline"], "{:.0f}"),
-    ("% of the peak (fp32 FMA; int8 dot product for quantized types)", lambda c: 100 * c["of_peak"], "{:.0f}"),
+    (
+        "% of the peak (fp32 FMA, for bf16 too; int8 dot product for quantized types)",
+        lambda c: 100 * c["of_peak"],
+        "{:.0f}",
+    ),
     ("% of the read bandwidth", lambda c: 100 * c["of_read"], "{:.0f}"),
 ]
 

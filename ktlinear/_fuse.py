@@ -198,7 +198,7 @@ class _Source(NamedTuple):
 
     def code(self) -> types.CodeType | None:
         """Compile the definition, in the module, since a few instructions depend on what surrounds it."""
-        names = self.function.__code__.co_qualname.split(".")
+        names = self.function.__qualname__.split(".")
         code = compile(self.module, self.function.__code__.co_filename, "exec", dont_inherit=True)
         for name in names:
             nested = [c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name]

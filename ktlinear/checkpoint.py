@@ -91,6 +91,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     try:
         values = json.loads(text)
         metadata = values.pop("__metadata__", {})
+        if not isinstance(metadata, dict):
+            raise ValueError(f"its __metadata__ is {type(metadata).__name__}; expected an object")
         start, tensors = 8 + length, {}
         for name, value in values.items():
             begin, end = value["data_offsets"]

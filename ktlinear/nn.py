@@ -224,7 +224,10 @@ class _QuantizedWeight(nn.Module):
                 f"{key}: got {weight.dtype} {tuple(weight.shape)}, but a weight to be quantized is "
                 f"{self._matrix_shape()} of torch.float32, float16 or bfloat16"
             )
-        return kt.quantize(weight.detach(), self._type)
+        try:
+            return kt.quantize(weight.detach(), self._type)
+        except RuntimeError as error:  # values that no scale can hold, a type that needs an importance
+            raise ValueError(f"{key}: {error}") from None
 
     def _load_rows(self, key: str, rows: torch.Tensor, local_metadata: dict[str, Any]) -> torch.Tensor:
         """Return what nn.Module's own loading shall copy or assign for `rows`."""
@@ -346,6 +349,7 @@ class Linear(_QuantizedWeight, nn.Linear):  # type: ignore[override]
             TypeError: `linear` is not an nn.Linear.
             ValueError: an unknown `weight_type`, or one whose block does not divide K; a weight that is not fp32,
                 fp16 or bf16.
+            RuntimeError: values, or a type, that ``kt::quantize`` refuses.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
@@ -543,6 +547,7 @@ class Embedding(_QuantizedWeight, nn.Embedding):  # type: ignore[override]
         Raises:
             TypeError: `embedding` is not an nn.Embedding.
             ValueError: as `Embedding`; also an embedding with `max_norm`, which rewrites rows as it reads them.
+            RuntimeError: values, or a type, that ``kt::quantize`` refuses.
         """
         if not isinstance(embedding, nn.Embedding):
             raise TypeError(f"embedding: expected an nn.Embedding, got {type(embedding).__name__}")

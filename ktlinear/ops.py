@@ -498,6 +498,12 @@ def _register_fakes() -> None:
     def _(weight: Tensor, weight_type: int, importance: Tensor | None = None) -> Tensor:
         f = FORMATS[_as_weight_type(weight_type)]
         _check(weight.shape[-1] % f.block == 0, f"kt::quantize: in_features has to be a multiple of {f.block}")
+        if importance is None:
+            _check(not needs_importance(weight_type), f"kt::quantize: importance is None; {weight_type} needs one")
+        else:
+            _check(importance.dtype == torch.float32, f"kt::quantize: importance has dtype {importance.dtype}")
+            of_weight = importance.shape == weight.shape or importance.shape == weight.shape[-1:]
+            _check(of_weight, f"kt::quantize: importance has shape {tuple(importance.shape)}; expected [in_features]")
         size = [*weight.shape[:-1], weight.shape[-1] // f.block * f.block_bytes]
         return weight.new_empty(size, dtype=torch.uint8)
 

@@ -342,6 +342,15 @@ def test_float_checkpoint_is_quantized(assign):
     assert torch.equal(module.bias, linear.bias)
 
 
+def test_float_checkpoint_that_no_scale_can_hold():
+    """Collected with the other errors, under the name of its key; nothing is loaded half."""
+    state = nn.Sequential(make_linear(), make_linear()).state_dict()
+    state["0.weight"][3, 5] = 1e6
+    module = nn.Sequential(Linear(96, 37, weight_type="Q4_1"), Linear(96, 37, weight_type="Q4_1"))
+    with pytest.raises(RuntimeError, match=r"Error\(s\) in loading[\s\S]*0\.weight: kt::quantize: weight holds"):
+        module.load_state_dict(state)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(
     "change, message",

@@ -232,7 +232,12 @@ def test_damaged_metadata(tmp_path, key, value, message):
         ktlinear.load_quantized(Model(), tmp_path / "bad")
 
 
-@pytest.mark.parametrize("content", [b"", b"\x01", b"\xff" * 64, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 4)])
+NO_METADATA = struct.pack("<Q", 22) + b'{"__metadata__": null}'
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x01", b"\xff" * 64, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 4), NO_METADATA]
+)
 def test_what_is_no_safetensors_file(tmp_path, content):
     (tmp_path / "in").write_bytes(content)
     with pytest.raises(ValueError, match="in: not a safetensors file"):

@@ -346,3 +346,9 @@ def test_transformers_is_imported_only_where_it_is_wanted():
 def test_another_version_of_transformers(version):
     done = python(f"import transformers; transformers.__version__ = {version!r}; import ktlinear; ktlinear.KtConfig")
     assert f"needs transformers from 5.24 on and below 6; found {version}" in done.stderr
+
+
+def test_a_type_that_needs_an_importance(tmp_path):
+    llama(tied=False).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="IQ2_XXS, chosen for .*importance matrix.*--imatrix"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=ktlinear.KtConfig("IQ2_XXS"))

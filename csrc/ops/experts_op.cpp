@@ -4,6 +4,7 @@
 // All experts' units are scheduled together: one parallel region prepares, one computes, whether a few experts have
 // many rows each or many have one.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 

@@ -112,7 +112,7 @@ void quantize(StableIValue* stack, uint64_t, uint64_t) {
          " for weight_type ", f.name);
   const Importance importance = check_importance(op, importance_tensor.get(), w, f);
   Handle copy;
-  const char* in = static_cast<const char*>(contiguous_data(w, copy));
+  const char* in = static_cast<const char*>(contiguous_data(w, copy, bytes_of(in_type, 1)));
   const int64_t in_row = bytes_of(in_type, k), out_row = tinyblas::row_bytes(f, k);
   Handle out = empty_like_rows(w, out_row, dtype_uint8());
   char* to = static_cast<char*>(data(out));

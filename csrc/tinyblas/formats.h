@@ -211,7 +211,7 @@ static inline constexpr const FormatInfo* find_format(int64_t id) {
     if (static_cast<int64_t>(f.type) == id) return &f;
   return nullptr;
 }
-// Types of about two bits and less, whose quantization is worth little unless it knows which inputs matter.
+// The types that ggml refuses to quantize without one (ggml_quantize_requires_imatrix).
 static inline constexpr bool needs_importance(Type t) {
   return t == Type::IQ2_XXS || t == Type::IQ2_XS || t == Type::IQ1_S;
 }

@@ -161,6 +161,7 @@ inline constexpr bool kDirectToL1 = kLanes == 8;
 inline constexpr int kDirectAhead = kDirectToL1 ? 2304 : 3072;
 inline constexpr int kDirectWhole = 1 << 20;  // K slice of a single tile on packed weights: as good as all of it
 inline constexpr int kPlainKC = 1024;  // of plain rows, packed into scratch: longer runs of each row, in L2
+inline constexpr int kDirectRows = 8;  // of x in a tile
 inline constexpr int kDirectKC = 512;  // K slice that several tiles of x share in L1
 
 // Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums and R int32 ones per vector of a panel:
@@ -255,7 +256,7 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
 
 template <class D>
 KT_INLINE void direct_rows(int rows, int panels, const DirectTile& t) {
-  with_rows<min_of(D::kDirectRows, kBlocking.direct_max)>(rows, [&]<int R>() {
+  with_rows<min_of(kDirectRows, kBlocking.direct_max)>(rows, [&]<int R>() {
     // Fewer streams than the rows ask for: this tile is the shorter one of two.
     if constexpr (streams<KindOf<D>>(R) != streams<KindOf<D>>(R + 1) && R < kBlocking.direct_max)
       if (panels < streams<KindOf<D>>(R)) return direct_tile<D, R, streams<KindOf<D>>(R + 1)>(t);
@@ -428,9 +429,9 @@ struct KernelInt8 {
 template <class D, class PANEL>
 KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
   constexpr int kK = Records<D>::kK;
-  if (p.m <= min_of(kBlocking.direct_max, D::kDirectRows == 8 ? 16 : D::kDirectRows)) {
+  if (p.m <= kBlocking.direct_max) {
     plan.path = kDirect;
-    plan.tiles = static_cast<int>(ceil_div(p.m, D::kDirectRows));
+    plan.tiles = static_cast<int>(ceil_div(p.m, kDirectRows));
     plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? min_of<int64_t>(p.k, kDirectWhole) : min_of<int64_t>(p.packed ? kDirectKC : kPlainKC, p.k));
     plan.block_panels = streams<KindOf<D>>(static_cast<int>(ceil_div(p.m, plan.tiles)));
     plan.prepare_units = plan.tiles;

@@ -20,7 +20,7 @@ from torch import nn
 from .._types import check_quantized_types
 from ..checkpoint import QuantizedTensor, quantized_tensors, type_metadata
 from ..nn import Embedding, Linear
-from ..ops import WeightType
+from ..ops import WeightType, needs_importance
 from ..ops import weight_type as to_weight_type
 from ..patch import PatchReport, _convert, _holders, _left, _places, _Plan, _plans, _unfit_values, unpatch
 
@@ -156,6 +156,11 @@ class KtQuantizer(HfQuantizer):  # type: ignore[misc]
         with _Tied(model):
             plans = _plans(model, config.weight_type, config.rules)
         for plan in plans:
+            if plan.weight_type is not None and needs_importance(plan.weight_type):
+                raise ValueError(
+                    f"weight_type {plan.weight_type.name}, chosen for {plan.members[0][0]}, needs an importance "
+                    "matrix, which from_pretrained has not; python -m ktlinear quantize --imatrix takes one"
+                )
             if plan.weight_type is None:
                 self.report.rows += [_left(name, module, plan.note) for name, module in plan.members]
             else:

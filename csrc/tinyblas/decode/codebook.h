@@ -79,7 +79,7 @@ template <const uint8_t (&LEVELS)[16], int OFFSET, int MAX_CODE, int GROUPS,
 struct Codebook {
   static constexpr bool kHasMinimum = false;
   static constexpr int kOffset = OFFSET, kMaxCode = MAX_CODE, kGroups = GROUPS,
-                       kScales = SCALES, kDirectRows = 8;
+                       kScales = SCALES;
   static constexpr int kNibbleBytes = kGroups * 256;
 
   template <int S>

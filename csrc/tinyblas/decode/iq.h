@@ -135,8 +135,7 @@ namespace ktlinear::tinyblas::KT_TIER {
 template <int GROUP_BYTES, int WORDS, int PLANES, int OFFSET, int MAX_CODE, int SCALES>
 struct Expanded {
   static constexpr bool kHasMinimum = false;
-  static constexpr int kOffset = OFFSET, kMaxCode = MAX_CODE, kGroups = 8, kScales = SCALES, kDirectRows = 8,
-                       kBlock = 256;
+  static constexpr int kOffset = OFFSET, kMaxCode = MAX_CODE, kGroups = 8, kScales = SCALES, kBlock = 256;
   static constexpr int kWords = 8 * GROUP_BYTES, kPlanes = kWords + WORDS * 64, kScaleBytes = kPlanes + PLANES * 16,
                        kRecordBytes = (kScaleBytes + 32 + 63) / 64 * 64;
 

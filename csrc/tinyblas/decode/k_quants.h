@@ -78,7 +78,7 @@ KT_INLINE void get_groups(const uint8_t* pieces, int stride, uint8_t* out) {
 template <class Block>
 struct SuperBlock {
   static constexpr bool kHasMinimum = requires(Block b) { b.dmin; };
-  static constexpr int kBlock = 256, kBlockBytes = sizeof(Block), kGroups = 8, kDirectRows = 8;
+  static constexpr int kBlock = 256, kBlockBytes = sizeof(Block), kGroups = 8;
   static constexpr int kSubScales = 64, kCodes = kSubScales + 256;  // after 16 d and 16 -dmin, or 16 d
 
   KT_INLINE static F32 d(const uint8_t* record, int v) { return load_halves(record, v); }

@@ -12,7 +12,6 @@
 // and the constants
 //   kBlock: elements per GGUF block;  kBlockBytes, kRecordBytes
 //   kOffset: w = scale * (code - kOffset) + minimum;  kMaxCode;  kGroups of 32 per record;  kScales per group;  kHasMinimum
-//   kDirectRows: rows of x that the small-M kernel takes at once (8; 4 where decoding is long)
 // and maybe
 //   Folded: a view of the same records with sub-scale times code as the code, for the kernels with products of whole bytes;
 //           its kMinima says how many minima a group has, where that is not kScales
@@ -32,7 +31,7 @@ template <class Block>
 struct Nibbles {
   static constexpr bool kHasMinimum = requires(Block b) { b.m; }, kHasBit = requires(Block b) { b.qh; };
   static constexpr int kLevels = kHasBit ? 32 : 16, kMaxCode = kLevels - 1, kOffset = kHasMinimum ? 0 : kLevels / 2;
-  static constexpr int kBlock = 32, kBlockBytes = sizeof(Block), kGroups = 2, kScales = 1, kDirectRows = 8;
+  static constexpr int kBlock = 32, kBlockBytes = sizeof(Block), kGroups = 2, kScales = 1;
   static constexpr int kGroupBytes = 256 + 64 * kHasBit, kScaleBytes = 2 * kGroupBytes,
                        kMinimumBytes = kScaleBytes + 64;
   static constexpr int kRecordBytes = kScaleBytes + 64 + 64 * kHasMinimum;

@@ -9,7 +9,7 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 struct Q8_0 {
   static constexpr bool kHasMinimum = false;
-  static constexpr int kOffset = 128, kMaxCode = 255, kGroups = 2, kScales = 1, kDirectRows = 8;
+  static constexpr int kOffset = 128, kMaxCode = 255, kGroups = 2, kScales = 1;
   static constexpr int kScaleBytes = 1024, kRecordBytes = 1088, kBlock = 32, kBlockBytes = sizeof(BlockQ8_0);
 
   template <int S>

@@ -66,7 +66,7 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 struct Ternary {
   static constexpr bool kHasMinimum = false;
-  static constexpr int kOffset = 1, kGroups = 8, kScales = 1, kDirectRows = 8, kBlock = 256, kMaxCode = 3;
+  static constexpr int kOffset = 1, kGroups = 8, kScales = 1, kBlock = 256, kMaxCode = 3;
   static constexpr int kScaleBytes = 1024, kRestBytes = kScaleBytes + 32, kRecordBytes = kScaleBytes + 64;
 
   KT_INLINE static F32 scale(const uint8_t* record, int, int, int v) { return load_halves(record + kScaleBytes, v); }

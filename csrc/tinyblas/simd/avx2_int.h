@@ -42,10 +42,8 @@ KT_INLINE I32 load_s8(const uint8_t* p) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 KT_INLINE I32 shift_right_32(I32 v, int n) { return _mm256_srl_epi32(v, _mm_cvtsi32_si128(n)); }
-KT_INLINE I32 sub_i8(I32 a, I32 b) { return _mm256_sub_epi8(a, b); }
 KT_INLINE I32 add_i16(I32 a, I32 b) { return _mm256_add_epi16(a, b); }
 KT_INLINE I32 mul_low_16(I32 a, I32 b) { return _mm256_mullo_epi16(a, b); }
-KT_INLINE I32 mul_high_u16(I32 a, I32 b) { return _mm256_mulhi_epu16(a, b); }
 KT_INLINE F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(v); }
 template <int J>
 KT_INLINE I32 byte(I32 v) {

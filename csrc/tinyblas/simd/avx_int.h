@@ -54,10 +54,8 @@ KT_INLINE I32 shift_right_32(I32 v, int n) {
   const __m128i count = _mm_cvtsi32_si128(n);
   return {_mm_srl_epi32(v.lo, count), _mm_srl_epi32(v.hi, count)};
 }
-KT_INLINE I32 sub_i8(I32 a, I32 b) { return {_mm_sub_epi8(a.lo, b.lo), _mm_sub_epi8(a.hi, b.hi)}; }
 KT_INLINE I32 add_i16(I32 a, I32 b) { return {_mm_add_epi16(a.lo, b.lo), _mm_add_epi16(a.hi, b.hi)}; }
 KT_INLINE I32 mul_low_16(I32 a, I32 b) { return {_mm_mullo_epi16(a.lo, b.lo), _mm_mullo_epi16(a.hi, b.hi)}; }
-KT_INLINE I32 mul_high_u16(I32 a, I32 b) { return {_mm_mulhi_epu16(a.lo, b.lo), _mm_mulhi_epu16(a.hi, b.hi)}; }
 KT_INLINE void store_i(void* p, I32 v) {
   _mm_storeu_si128(static_cast<__m128i*>(p), v.lo);
   _mm_storeu_si128(static_cast<__m128i*>(p) + 1, v.hi);

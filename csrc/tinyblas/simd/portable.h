@@ -16,8 +16,8 @@
 //   shift_left_32<N>(v)
 //   add_i32, max_i32, greater_i32  of 32-bit units, signed; greater: all ones or zero. as_f32(v), as_i32(v) the same bits
 //   and_or(a, b, c) = (a & b) | c  one instruction where the hardware has it
-//   sub_i8, add_i16                of bytes, of 16-bit units, wrapping
-//   mul_low_16, mul_high_u16       of 16-bit units: the product's low half; the high half of the unsigned product
+//   add_i16                        of 16-bit units, wrapping
+//   mul_low_16                     of 16-bit units: the product's low half
 //   table16(t), lookup16(table, i) a table of 16 bytes, looked up with bytes below 16
 //   load_u8, load_s8               kLanes bytes, widened to 32-bit lanes
 //   store_i, store_low_8, store_low_16    all of a vector; the low 8, 16 bits of each lane
@@ -110,18 +110,11 @@ KT_INLINE I32 shift_right_32(I32 v) {  // logical
   return reinterpret_cast<I32>(reinterpret_cast<U32>(v) >> N);
 }
 KT_INLINE I32 shift_right_32(I32 v, int n) { return reinterpret_cast<I32>(reinterpret_cast<U32>(v) >> n); }
-KT_INLINE I32 sub_i8(I32 a, I32 b) { return reinterpret_cast<I32>(reinterpret_cast<U8>(a) - reinterpret_cast<U8>(b)); }
 KT_INLINE I32 add_i16(I32 a, I32 b) {
   return reinterpret_cast<I32>(reinterpret_cast<U16>(a) + reinterpret_cast<U16>(b));
 }
 KT_INLINE I32 mul_low_16(I32 a, I32 b) {
   return reinterpret_cast<I32>(reinterpret_cast<U16>(a) * reinterpret_cast<U16>(b));
-}
-KT_INLINE I32 mul_high_u16(I32 a, I32 b) {
-  const U16 x = reinterpret_cast<U16>(a), y = reinterpret_cast<U16>(b);
-  U16 out{};
-  KT_UNROLL for (int i = 0; i < 8; i++) out[i] = static_cast<uint16_t>(static_cast<uint32_t>(x[i]) * y[i] >> 16);
-  return reinterpret_cast<I32>(out);
 }
 KT_INLINE void store_i(void* p, I32 v) { std::memcpy(p, &v, sizeof v); }
 KT_INLINE void store_low_8(uint8_t* p, I32 v) {
