@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # Read when the OpenMP runtime is loaded. Threads that spin while they wait make each parallel region take milliseconds
 # on a machine that has other work to do.
@@ -54,3 +55,23 @@ def is_rounded_linear(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
     unit = torch.finfo(y.dtype).eps / 2
     allowed = unit * expected.abs() + 1e-5 * size + torch.finfo(y.dtype).smallest_normal * unit
     return bool(((y.double() - expected).abs() <= allowed).all())
+
+
+def small_llama(**changes: Any) -> torch.nn.Module:
+    """A Llama of two layers with random weights; `changes` of its configuration."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds to import, and few tests need it
+
+    config = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**config | changes))

@@ -8,6 +8,7 @@ import weakref
 import gguf
 import pytest
 import torch
+from conftest import small_llama
 from safetensors.torch import load_file
 from torch import nn
 
@@ -505,21 +506,8 @@ def test_multihead_attention_with_a_quantized_out_proj(context):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_llama(tied, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs the transformers package")
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    pytest.importorskip("transformers", reason="needs the transformers package")
+    model = small_llama(tie_word_embeddings=tied).eval()
     ids = torch.randint(1, 97, (2, 9))
     with torch.no_grad():
         expected = model(ids).logits

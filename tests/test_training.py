@@ -13,6 +13,7 @@ import gguf
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import small_llama
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -175,17 +176,9 @@ def test_adapter_over_dequantized_weights_merges() -> None:
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_lora_on_a_language_model(gradient_checkpointing: bool) -> None:
-    transformers = pytest.importorskip("transformers", reason="it has the models")
+    pytest.importorskip("transformers", reason="it has the models")
     peft = pytest.importorskip("peft", reason="it makes the adapters")
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=50,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = small_llama(vocab_size=50, initializer_range=0.02, bos_token_id=1, eos_token_id=2, pad_token_id=None)
     ktlinear.patch(model, "Q8_0", fuse=True)
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "up_proj"]))
     if gradient_checkpointing:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import small_llama
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -24,20 +25,7 @@ RULES = {"lm_head": None, "*embed_tokens": "Q8_0", "*.k_proj": "Q6_K"}
 
 
 def llama(tied: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=256,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+    return small_llama(hidden_size=256, num_key_value_heads=1, tie_word_embeddings=tied).to(dtype).eval()
 
 
 def states_are_equal(*models: nn.Module) -> bool:
