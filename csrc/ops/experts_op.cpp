@@ -221,12 +221,7 @@ void linear_experts(StableIValue* stack, uint64_t, uint64_t) {
   const View x = input_view(op, input), w = view(op, "weight", weight.get());
   const Rows r = expert_rows(op, w, weight_type);
   check_in_features(op, x, w, r, "E, ");
-  Problem p{};
-  p.n = r.n;
-  p.k = r.k;
-  p.w = r.data;
-  p.ldw = r.ldw;
-  p.w_type = r.format->type;
+  const Problem p = problem_of(r);
   stack[0] = result(multiply(op, x, {p, w.sizes[0], r.expert_stride}, expert_ids));
 }
 

@@ -159,12 +159,7 @@ void linear(StableIValue* stack, uint64_t, uint64_t) {
   if (w.dim != 2) fail(op, "weight has shape ", w.shape(), "; expected two dimensions, [out_features, in_features]");
   const Rows r = rows(op, w, weight_type);
   check_in_features(op, x, w, r);
-  Problem p{};
-  p.n = r.n;
-  p.k = r.k;
-  p.w = r.data;
-  p.ldw = r.ldw;
-  p.w_type = r.format->type;
+  Problem p = problem_of(r);
   stack[0] = result(multiply(op, x, bias, p));
 }
 

@@ -1,6 +1,7 @@
 // What the operators that multiply by a weight share: which kernels, how many rows at a time, how many threads.
 #pragma once
 
+#include "common.h"
 #include "dispatch.h"
 
 namespace ktlinear::ops {
@@ -9,6 +10,17 @@ inline int element_size(tinyblas::Type float_type) { return float_type == tinybl
 
 inline const tinyblas::Kernels& kernels_for(tinyblas::Type weight) {
   return *(tinyblas::is_float(weight) ? tier().sgemm : tier().mixmul);
+}
+
+// The weight's part of a problem.
+inline tinyblas::Problem problem_of(const Rows& r) {
+  tinyblas::Problem p{};
+  p.n = r.n;
+  p.k = r.k;
+  p.w = r.data;
+  p.ldw = r.ldw;
+  p.w_type = r.format->type;
+  return p;
 }
 
 // Rows of x per pass over the weights, for M rows in all: bounds the activation workspace. Larger chunks gain nothing,
