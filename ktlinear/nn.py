@@ -8,6 +8,7 @@ layout in memory, so files depend on no CPU.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -19,10 +20,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _logical, _memory
 from ._logical import LOGICAL_DTYPES, LogicalWeight
-from .ops import FORMATS, WeightType, linear_stored, packed_shape, row_bytes, without_derivatives
+from .ops import FORMATS, WeightType, linear_experts, linear_stored, packed_shape, row_bytes, without_derivatives
 from .ops import weight_type as to_weight_type
 
-__all__ = ["Embedding", "Linear", "linear_group"]
+__all__ = ["Embedding", "Experts", "ExpertsLinear", "Linear", "linear_group"]
 
 kt = torch.ops.kt
 
@@ -49,6 +50,7 @@ class _QuantizedWeight(nn.Module):
     packed: bool
     _type: int | None  # the GGML id; None: a float weight. An IntEnum would cost an operator 1 us per call.
     _dtype: torch.dtype
+    _leading: tuple[int, ...] = ()  # dimensions in front of the matrix: a stack of them
 
     def _matrix_shape(self) -> tuple[int, int]:
         raise NotImplementedError
@@ -209,20 +211,21 @@ class _QuantizedWeight(nn.Module):
 
     def _checked_rows(self, key: str, rows: torch.Tensor) -> torch.Tensor:
         n, k = self._matrix_shape()
-        shape = (n, row_bytes(self.weight_type, k))
+        shape = (*self._leading, n, row_bytes(self.weight_type, k))
         if rows.dtype != torch.uint8 or tuple(rows.shape) != shape:
             raise ValueError(
                 f"{key}: got {rows.dtype} {tuple(rows.shape)}, but {self.weight_type.name} rows of a "
-                f"[{n}, {k}] matrix are torch.uint8 {shape}"
+                f"{[*self._leading, n, k]} matrix are torch.uint8 {shape}"
             )
         return rows
 
     def _quantized_rows(self, key: str, weight: torch.Tensor) -> torch.Tensor:
         """A float checkpoint: its weight, in this module's type."""
-        if weight.dtype not in LOGICAL_DTYPES or tuple(weight.shape) != self._matrix_shape():
+        shape = (*self._leading, *self._matrix_shape())
+        if weight.dtype not in LOGICAL_DTYPES or tuple(weight.shape) != shape:
             raise ValueError(
-                f"{key}: got {weight.dtype} {tuple(weight.shape)}, but a weight to be quantized is "
-                f"{self._matrix_shape()} of torch.float32, float16 or bfloat16"
+                f"{key}: got {weight.dtype} {tuple(weight.shape)}, but a weight to be quantized is {shape} of "
+                "torch.float32, float16 or bfloat16"
             )
         try:
             return kt.quantize(weight.detach(), self._type)
@@ -608,6 +611,164 @@ class Embedding(_QuantizedWeight, nn.Embedding):  # type: ignore[override]
         return f"{super().extra_repr()}, {self._type_repr()}"
 
 
+class ExpertsLinear(_QuantizedWeight, nn.Module):
+    """y[t, j] = x[t] * W[e]^T with e = expert_ids[t, j]: one linear layer for each of several experts, without bias.
+
+    A new module's weight is zero until it is loaded; `from_weight` and `from_rows` make a filled one.
+
+    Args:
+        num_experts: E.
+        in_features: K, a multiple of the type's block.
+        out_features: N.
+        weight_type: a `WeightType`, its name, or its GGML id. Float types hold a parameter `weight` [E, N, K].
+        packed: hold quantized bytes in the packed layout (fast), or as plain GGUF rows.
+        device: of the weight.
+        dtype: the dtype of the weight this one stands for: fp32, fp16 or bf16.
+
+    Shapes: input [T, K], or [T, top_k, K] with one for each choice; expert_ids [T, top_k], int64 or int32; output
+        [T, top_k, N] in the input's dtype.
+
+    Raises:
+        ValueError: an unknown `weight_type`, a `dtype` that is none of the three, a K that the block does not divide.
+        IndexError: on a call, an id that is not that of an expert.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        weight_type: WeightType | str | int = "Q8_0",
+        packed: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        wt = to_weight_type(weight_type)
+        if wt in FLOAT_DTYPES:
+            weight = torch.zeros(num_experts, out_features, in_features, dtype=FLOAT_DTYPES[wt], device=device)
+        else:
+            weight = _zeros(wt, out_features, in_features, packed, device, (num_experts,))
+        self._init(weight, (num_experts, out_features, in_features), wt, packed, _checked_dtype(dtype), True)
+
+    def _init(
+        self,
+        weight: torch.Tensor,
+        shape: tuple[int, ...],
+        weight_type: WeightType,
+        packed: bool,
+        dtype: torch.dtype,
+        requires_grad: bool,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.num_experts, self.out_features, self.in_features = shape
+        self._leading = (self.num_experts,)
+        self._dtype = dtype
+        self._set_matrix(weight, weight_type, packed, requires_grad)
+
+    def _matrix_shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[E, N, K]: the parameter of a float type. Quantized experts have none; `dequantize` makes one."""
+        if self._type is None:
+            return self._stored()
+        # Not an AttributeError, which nn.Module would report as a missing attribute.
+        raise TypeError(f"weight: {self.weight_type.name} experts have no float weight; dequantize() makes one")
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight as floats of the logical dtype, [E, N, K]."""
+        if self._type is None:
+            return self._stored().detach().to(self._dtype)
+        return kt.dequantize(self._rows(), self._type, self._dtype)
+
+    @classmethod
+    def from_weight(
+        cls, weight: torch.Tensor, weight_type: WeightType | str | int = "Q8_0", packed: bool = True
+    ) -> ExpertsLinear:
+        """Quantize a float weight [E, N, K].
+
+        Raises:
+            ValueError: as `ExpertsLinear`; a weight that is not fp32, fp16 or bf16 [E, N, K].
+            RuntimeError: values, or a type, that ``kt::quantize`` refuses.
+        """
+        if weight.dim() != 3:
+            raise ValueError(f"weight: expected [E, N, K], got {list(weight.shape)}")
+        wt = to_weight_type(weight_type)
+        self = cls.__new__(cls)
+        self._init(_convert(weight, wt, packed), tuple(weight.shape), wt, packed, weight.dtype, weight.requires_grad)
+        return self
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: torch.Tensor,
+        in_features: int,
+        weight_type: WeightType | str | int,
+        dtype: torch.dtype | None = None,
+        packed: bool = True,
+    ) -> ExpertsLinear:
+        """Take GGUF rows, uint8 [E, N, row_bytes]. With ``packed=False`` the module uses `rows` itself.
+
+        Raises:
+            ValueError: `rows` is not uint8 [E, N, row_bytes] for `weight_type` and `in_features`.
+        """
+        wt = to_weight_type(weight_type)
+        weight = _from_rows(rows, in_features, wt, packed, "E, ")
+        self = cls.__new__(cls)
+        self._init(weight, (*rows.shape[:2], in_features), wt, packed, _checked_dtype(dtype), True)
+        return self
+
+    def forward(self, input: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        shape = self._matrix_shape() if self.packed else None
+        return linear_experts(input, self._stored(), expert_ids, self._type, shape)
+
+    def extra_repr(self) -> str:
+        sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, {self._type_repr()}"
+
+
+class Experts(nn.Module):
+    """The gated experts of a mixture: sum over a token's choices of score * down(act(gate(x)) * up(x)).
+
+    Called as transformers calls the merged experts of its models.
+
+    Args:
+        gate_proj, up_proj: [E, I, H].
+        down_proj: [E, H, I].
+        act_fn: the activation, a module or a function.
+
+    Shapes: hidden_states [T, H]; top_k_index [T, top_k], experts' ids; top_k_weights [T, top_k], their scores; output
+        [T, H] in the dtype of `hidden_states`.
+
+    Raises:
+        ValueError: the three do not fit each other.
+    """
+
+    def __init__(
+        self,
+        gate_proj: ExpertsLinear,
+        up_proj: ExpertsLinear,
+        down_proj: ExpertsLinear,
+        act_fn: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        shapes = [(m.num_experts, m.out_features, m.in_features) for m in (gate_proj, up_proj, down_proj)]
+        experts, inner, hidden = shapes[0]
+        if shapes != [(experts, inner, hidden), (experts, inner, hidden), (experts, hidden, inner)]:
+            raise ValueError(f"gate_proj, up_proj, down_proj: expected [E, I, H] twice and [E, H, I], got {shapes}")
+        self.num_experts, self.intermediate_dim, self.hidden_dim = experts, inner, hidden
+        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+        self.act_fn = act_fn
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        inner = self.act_fn(self.gate_proj(hidden_states, top_k_index)) * self.up_proj(hidden_states, top_k_index)
+        chosen = self.down_proj(inner, top_k_index) * top_k_weights.unsqueeze(-1)
+        return chosen.sum(dim=1).to(hidden_states.dtype)
+
+
 def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
     dtype = dtype or torch.get_default_dtype()
     if dtype not in LOGICAL_DTYPES:
@@ -622,20 +783,23 @@ def _quantized_type(weight_type: WeightType | str | int) -> WeightType:
     return wt
 
 
-def _zeros(wt: WeightType, n: int, k: int, packed: bool, device: torch.device | str | None) -> torch.Tensor:
+def _zeros(
+    wt: WeightType, n: int, k: int, packed: bool, device: torch.device | str | None, leading: tuple[int, ...] = ()
+) -> torch.Tensor:
     rows = (n, row_bytes(wt, k))
     shape = packed_shape(wt, n, k) if packed else rows
     device = torch.get_default_device() if device is None else torch.device(device)
     if device.type == "cpu":
-        return _memory.zeros(*shape)
-    return torch.zeros(shape, dtype=torch.uint8, device=device)
+        return _memory.zeros(math.prod(leading) * shape[0], shape[1]).view(*leading, *shape)
+    return torch.zeros(*leading, *shape, dtype=torch.uint8, device=device)
 
 
 def _pack(rows: torch.Tensor, wt: WeightType, k: int) -> torch.Tensor:
     """Pack GGUF rows into memory of our own."""
     if rows.is_meta:
         return kt.pack(rows, wt)
-    out = _memory.zeros(*packed_shape(wt, rows.shape[0], k))
+    leading, (panels, width) = rows.shape[:-2], packed_shape(wt, rows.shape[-2], k)
+    out = _memory.zeros(math.prod(leading) * panels, width).view(*leading, panels, width)
     kt._pack_out(out, rows.contiguous(), wt)
     return out
 
@@ -647,16 +811,16 @@ def _convert(weight: torch.Tensor, wt: WeightType, packed: bool) -> torch.Tensor
     weight = weight.detach()
     if wt in FLOAT_DTYPES:
         return weight.to(FLOAT_DTYPES[wt])
-    row_bytes(wt, weight.shape[1])  # a ValueError if the block does not divide K
+    row_bytes(wt, weight.shape[-1])  # a ValueError if the block does not divide K
     rows = kt.quantize(weight, wt)
-    return _pack(rows, wt, weight.shape[1]) if packed else rows
+    return _pack(rows, wt, weight.shape[-1]) if packed else rows
 
 
-def _from_rows(rows: torch.Tensor, k: int, wt: WeightType, packed: bool) -> torch.Tensor:
+def _from_rows(rows: torch.Tensor, k: int, wt: WeightType, packed: bool, leading: str = "") -> torch.Tensor:
     width = row_bytes(wt, k)
-    if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != width:
+    if rows.dtype != torch.uint8 or rows.dim() != (3 if leading else 2) or rows.shape[-1] != width:
         raise ValueError(
-            f"rows: expected torch.uint8 [N, {width}] for {wt.name} rows of {k} elements, "
+            f"rows: expected torch.uint8 [{leading}N, {width}] for {wt.name} rows of {k} elements, "
             f"got {rows.dtype} {list(rows.shape)}"
         )
     if wt in FLOAT_DTYPES:

@@ -217,7 +217,7 @@ def test_rotary_factors_divide_the_frequencies(tmp_path: Path) -> None:
     [
         (
             {"architecture": "gptneox"},
-            r"general.architecture is 'gptneox'; supported are llama, qwen2, qwen3, gemma3, phi3",
+            r"general.architecture is 'gptneox'; supported are llama, mistral, qwen2, qwen3, qwen2moe,",
         ),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, r"mlp.up_proj.weight has no tensor 'blk.1.ffn_up.weight'"),
         ({"tensors": {"blk.0.extra.weight": np.ones(3, np.float32)}}, r"1 tensors have no place.*blk.0.extra.weight"),
@@ -227,7 +227,13 @@ def test_rotary_factors_divide_the_frequencies(tmp_path: Path) -> None:
         ({"metadata": {"block_count": 10**9}}, r"block_count is 1000000000, but the file has only"),
         ({"metadata": {"attention.layer_norm_rms_epsilon": None}}, r"layer_norm_rms_epsilon is None; accepted"),
         ({"metadata": {"embedding_length": "many"}}, r"embedding_length is 'many'; accepted is a positive int"),
-        ({"metadata": {"rope.scaling.type": "yarn"}}, r"rope.scaling.type is 'yarn', which is not supported"),
+        ({"metadata": {"rope.scaling.type": "longrope"}}, r"rope.scaling.type is 'longrope', which is not supported"),
+        ({"metadata": {"rope.scaling.type": "yarn"}}, r"original_context_length is None; accepted is a positive int"),
+        ({"metadata": {"rope.scaling.factor": -2.0}}, r"rope.scaling.factor is -2.0; accepted is a positive float"),
+        ({"metadata": {"rope.scaling.factor": float("nan")}}, r"rope.scaling.factor is nan; accepted"),
+        ({"metadata": {"rope.scaling.attn_factor": 0.5}}, r"rope.scaling.attn_factor is 0.5, which is not supported"),
+        ({"metadata": {"attention.sliding_window": 8}}, r"attention.sliding_window is 8, which is not supported"),
+        ({"metadata": {"logit_scale": 2.0}}, r"llama.logit_scale is 2.0, which is not supported"),
         ({"metadata": {"rope.dimension_count": 8}}, r"rope.dimension_count is 8; accepted is one size"),
     ],
     ids=lambda value: None,
