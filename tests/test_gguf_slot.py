@@ -12,7 +12,8 @@ import torch
 from conftest import relative_error
 
 import ktlinear
-from ktlinear.nn import Embedding, Linear
+from ktlinear.gguf import GGUFFile
+from ktlinear.nn import Embedding, Experts, Linear
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers package")
 from transformers import AutoModelForCausalLM, GgufConfig  # noqa: E402
@@ -162,9 +163,12 @@ def test_a_tied_head_holds_the_table(tmp_path):
 
 
 def test_experts_keep_the_files_bytes(tmp_path):
-    model = load(qwen35moe(tmp_path / "tiny.gguf"))
-    experts = model.model.layers[0].mlp.experts
-    assert experts.gate_up_proj.dtype == torch.uint8 and experts.gate_up_proj.shape == (4, 64, 68)
+    path = qwen35moe(tmp_path / "tiny.gguf")
+    experts, file = load(path).model.layers[0].mlp.experts, GGUFFile(path)
+    assert isinstance(experts, Experts) and experts.up_proj.packed
+    for name in ("gate", "up", "down"):
+        rows = getattr(experts, f"{name}_proj").state_dict()["qweight"]
+        assert torch.equal(rows, file.rows(f"blk.0.ffn_{name}_exps.weight"))
 
 
 @pytest.mark.parametrize("weight_type", sorted(t.name for t in map(ktlinear.WeightType, gguf_slot.GEMV_TYPES)))

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from ..nn import FLOAT_DTYPES, Embedding, Linear
+from ..nn import FLOAT_DTYPES, Embedding, Experts, ExpertsLinear, Linear
 from ..ops import FORMATS
 from ..patch import _places, _rename_tied_keys, _replace, _tied
 
@@ -81,7 +81,7 @@ def install() -> None:
         )
     try:
         import transformers.integrations.gguf.kernels as slot
-        from transformers.integrations.gguf.utils import GgufEmbedding, GgufLinear
+        from transformers.integrations.gguf.utils import GgufEmbedding, GgufExperts, GgufLinear
         from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
         kernel = slot.GgufKernel(_Kernel)
@@ -99,6 +99,7 @@ def install() -> None:
         if self.packed_modules:
             self.packed_modules = {}  # or it would keep the bytes of what is swapped
             _swap(model, GgufLinear, GgufEmbedding, self.dtype)
+            _swap_experts(model, GgufExperts, self.dtype)
         return model
 
     process_and_swap._ktlinear = True  # type: ignore[attr-defined]
@@ -147,3 +148,20 @@ def _float_twin(module: Any, dtype: torch.dtype) -> nn.Linear | nn.Embedding:
     twin = nn.Linear(module.in_features, module.out_features, False, device="meta", dtype=dtype)
     twin.bias = module.bias
     return twin
+
+
+def _swap_experts(model: nn.Module, experts: Any, dtype: torch.dtype) -> None:
+    def layer(rows: torch.Tensor, k: int, ggml_type: int) -> ExpertsLinear:
+        return ExpertsLinear.from_rows(rows, k, ggml_type, dtype)
+
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    for name, module in modules:
+        if isinstance(module, experts) and module.down_proj.device.type == "cpu":
+            gate, up = module.gate_up_proj.detach().chunk(2, dim=1)
+            new = Experts(
+                layer(gate, module.hidden_dim, module.gate_up_type),
+                layer(up, module.hidden_dim, module.gate_up_type),
+                layer(module.down_proj.detach(), module.intermediate_dim, module.down_type),
+                module.act_fn,
+            )
+            model.set_submodule(name, new.train(module.training))

@@ -64,8 +64,8 @@ def enable() -> None:
     """Let transformers' own ``from_pretrained(..., gguf_file=...)`` keep GGUF weights packed on the CPU.
 
     It does so for the architectures qwen35, qwen35moe and lfm2, if it finds a kernel; this is one, for this process.
-    Linear layers and token tables then become those of `ktlinear.nn`, experts compute on the file's rows. For other
-    architectures it dequantizes as ever: `ktlinear.from_gguf` is for those. Calling it twice does no harm.
+    Linear layers, token tables and experts then become those of `ktlinear.nn`. For other architectures it dequantizes
+    as ever: `ktlinear.from_gguf` is for those. Calling it twice does no harm.
 
     Raises:
         ImportError: transformers is of a version that this was not written for: its slot for a kernel is private.
