@@ -16,6 +16,12 @@
 //   sum, one per minimum: fp32 dx * xsum
 // The products of maddubs_dot.h have other starts, and may have int16 q.
 //
+// Minima that are integers times one dmin per super-block (K-quants) take no FMA in each group, where the tier multiplies pairs of
+// int16: the sums dx * xsum of a super-block are rounded to int16 with one scale ds, a power of two, and
+//   y += dmin * ds * (sum of m * t),   t ~ dx * xsum / ds,   |sum| <= 8 * 63 * 32767 < 2^24, exact as fp32
+// A tail follows the records of the super-block's eight groups: | [pairs][R] two int16 t | R x fp32 ds |. Pair j is sub-blocks i and
+// i + 2, i = 4 (j / 2) + j % 2, as shifts and masks of a word of four minima give them.
+//
 // Special values: a group with NaN or infinity has dx = NaN, and so has its output; a group whose amax is below 2^-118 (its
 // scale would be subnormal) counts as zero; amax above 2^100 would overflow MAGIC * dx and is refused: the caller goes exact.
 #pragma once
@@ -31,27 +37,28 @@ namespace ktlinear::tinyblas::KT_TIER {
 inline constexpr int kPanelVectors = kPanelRows / kLanes;
 
 // What the micro-kernels know of a format. Formats of one kind share them.
-template <int SCALES, int MINIMA, class DOT>
+template <int SCALES, bool MINIMA, int PAIRS, class DOT>
 struct Kind {
-  static constexpr int kScales = SCALES,
-                       kMinima = MINIMA;  // per group of 32: 1, or 2 (of 16 elements each); or no minima
+  static constexpr int kScales = SCALES;                         // per group of 32: 1, or 2 (of 16 elements each)
+  static constexpr int kPairs = PAIRS;                           // of minima of a super-block, as integers
+  static constexpr int kMinima = MINIMA && !PAIRS ? SCALES : 0;  // per group
   static constexpr int kParts =
       DOT::kParts ? DOT::kParts : SCALES;  // a group's sums: a scale has one, or several in turn
   static constexpr int kStarts = DOT::kParts ? kParts : MINIMA ? 0 : SCALES;
-  static constexpr int kXBytes = DOT::kXBytes;                            // of one row of x in one group: q
-  static constexpr int kRowBytes = kXBytes + 4 * (kStarts + MINIMA + 2);  // all
+  static constexpr int kXBytes = DOT::kXBytes;                             // of one row of x in one group: q
+  static constexpr int kRowBytes = kXBytes + 4 * (kStarts + kMinima + 2);  // all
+  static constexpr int kTailBytes = PAIRS ? 4 * (PAIRS + 1) : 0;           // in one super-block
   static constexpr int first_step(int part) { return (8 * part + kParts - 1) / kParts; }
   static constexpr int first_part(int scale) { return kParts * scale / SCALES; }
-  static constexpr int first_minimum(int scale) { return MINIMA * scale / SCALES; }  // minima are added with the scales
   using Dot = DOT;
 };
 template <class D>
-constexpr int minima() {
-  if constexpr (requires { D::kMinima; }) return D::kMinima;
-  return D::kHasMinimum ? D::kScales : 0;
+constexpr int minimum_pairs() {
+  if constexpr (DotFor<D>::kPairs && requires { D::kMinimumPairs; }) return D::kMinimumPairs;
+  return 0;
 }
 template <class D>
-using KindOf = Kind<D::kScales, minima<D>(), DotFor<D>>;
+using KindOf = Kind<D::kScales, D::kHasMinimum, minimum_pairs<D>(), DotFor<D>>;
 // What the product takes off the codes of a format with minima, so that they fit; the minima make up for it.
 template <class D>
 inline constexpr int kRecentred = D::kHasMinimum && DotFor<D>::kParts ? (D::kMaxCode + 1) / 2 : 0;
@@ -79,12 +86,18 @@ KT_INLINE int64_t padded_groups(int64_t k) {
 // First record of the tile at `row`, for the K slice [k, k + kc).
 template <class D>
 KT_INLINE int64_t record_offset(int64_t m, int64_t row, int64_t k, int64_t kc) {
-  return (k / 32 * m + row * padded_groups<D>(kc)) * KindOf<D>::kRowBytes;
+  const int64_t groups = k / 32 * m + row * padded_groups<D>(kc);
+  return groups * KindOf<D>::kRowBytes + groups / 8 * KindOf<D>::kTailBytes;
 }
 
+// Where a super-block's sum i goes, so that pairs are neighbours.
+constexpr int place_of_sum(int i) { return i / 4 * 4 + i % 2 * 2 + i / 2 % 2; }
+
+// `totals`: the sums dx * xsum of one row, K::kPairs / 4 of a group.
 template <class K>
-KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int r, int rows, int offset) {
-  constexpr int sums = K::kMinima ? K::kMinima : K::kScales, vectors = 32 / kLanes, per_sum = vectors / sums;
+KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int r, int rows, int offset, int group,
+                              float* totals) {
+  constexpr int sums = K::kPairs ? K::kPairs / 4 : K::kScales, vectors = 32 / kLanes, per_sum = vectors / sums;
   I32 peak = splat_i32(0);
   KT_UNROLL for (const F32& v : x) peak = max_i32(peak, band(as_i32(v), splat_i32(0x7FFFFFFF)));
   const int32_t amax_bits = max_lane(peak);  // ordered like the magnitudes, NaN above infinity above all others
@@ -116,9 +129,34 @@ KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int 
     for (int h = 0; h < K::kStarts; h++) starts[h] = kMagicBits - offset * xsum[h];
   KT_UNROLL for (int i = 0; i < K::kStarts; i++, meta += rows) *meta = bits_as<float>(starts[i]);
   KT_UNROLL for (int h = 0; h < K::kMinima; h++, meta += rows) *meta = dx * static_cast<float>(xsum[h]);
+  if constexpr (K::kPairs > 0)
+    for (int h = 0; h < sums; h++) totals[place_of_sum(group * sums + h)] = dx * static_cast<float>(xsum[h]);
   meta[0] = dx;
   meta[rows] = -kMagic * dx;
   return true;
+}
+
+// The tail of row r from the sums of its super-block.
+template <class K>
+KT_INLINE void quantize_sums(const float (&totals)[16], uint8_t* tail, int r, int rows) {
+  F32 sums[16 / kLanes];
+  I32 peak = splat_i32(0);
+  KT_UNROLL for (int i = 0; i < 16 / kLanes; i++) {
+    sums[i] = load(totals + i * kLanes);
+    peak = max_i32(peak, band(as_i32(sums[i]), splat_i32(0x7FFFFFFF)));
+  }
+  // A power of two, so that sums of integers stay integers; with 2^-13 to spare, so that t does not round up to 2^15.
+  const float amax = bits_as<float>(max_lane(peak));
+  const uint32_t exponent = bits_as<uint32_t>(amax * (1.f + 0x1p-13f)) & 0x7F800000u;
+  float scale = bits_as<float>(exponent - (14u << 23));
+  if (exponent < 15u << 23) scale = 0x1p-126f;  // far below the rounding of x, whose scale is at least 2^-125
+  const F32 inverse = set1(1.f / scale);
+  if (exponent == 0x7F800000u) scale = __builtin_nanf("");  // a group with NaN or infinity
+  uint16_t t[16];
+  KT_UNROLL for (int i = 0; i < 16 / kLanes; i++)
+    store_low_16(reinterpret_cast<uint8_t*>(t + i * kLanes), round_i32(mul(sums[i], inverse)));
+  KT_UNROLL for (int j = 0; j < K::kPairs; j++) std::memcpy(tail + (j * rows + r) * 4, t + 2 * j, 4);
+  std::memcpy(tail + (K::kPairs * rows + r) * 4, &scale, 4);
 }
 
 // Tiles [begin, end) of x.
@@ -134,11 +172,17 @@ KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int6
       uint8_t* o = out + record_offset<D>(p.m, row, k0, kc);
       for (int r = 0; r < rows; r++) {
         const int64_t x = x_index(p, row + r, k0);
-        for (int64_t g = 0; g < groups; g++) {
+        uint8_t* record = o;
+        float totals[16] = {};
+        for (int64_t g = 0; g < groups; g++, record += rows * K::kRowBytes) {
           F32 v[32 / kLanes];
           KT_UNROLL for (int i = 0; i < 32 / kLanes; i++)
             v[i] = g * 32 < kc ? load_float(p.x, p.x_type, x + g * 32 + i * kLanes) : zero();
-          if (!quantize_group<K>(v, o + g * rows * K::kRowBytes, r, rows, offset)) return false;
+          if (!quantize_group<K>(v, record, r, rows, offset, static_cast<int>(g % 8), totals)) return false;
+          if (K::kPairs > 0 && g % 8 == 7) {
+            quantize_sums<K>(totals, record + rows * K::kRowBytes, r, rows);
+            record += rows * K::kTailBytes;
+          }
         }
       }
     }
@@ -240,15 +284,32 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
               const F32 scale = D::scale(rec, g, H, v + j);
               KT_UNROLL for (int r = 0; r < R; r++)
                 acc[p][r][v + j] = fma(fma(as_f32(isum[r][j]), set1(dx[r]), set1(ndx[r])), scale, acc[p][r][v + j]);
-              for_steps<K::first_minimum(H), K::first_minimum(H + 1)>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
-                const F32 minimum = minimum_of<D>(rec, g, I, v + j, scale);
+              if constexpr (K::kMinima > 0) {
+                const F32 minimum = minimum_of<D>(rec, g, H, v + j, scale);
                 KT_UNROLL for (int r = 0; r < R; r++)
-                  acc[p][r][v + j] = fma(minimum, set1(sums[I * R + r]), acc[p][r][v + j]);
-              });
+                  acc[p][r][v + j] = fma(minimum, set1(sums[H * R + r]), acc[p][r][v + j]);
+              }
             }
           });
         }
       }
+    }
+    if constexpr (K::kPairs > 0) {
+      const float* ds = reinterpret_cast<const float*>(x + K::kPairs * R * 4);
+      KT_UNROLL for (int p = 0; p < P; p++) {
+        KT_UNROLL for (int v = 0; v < kPanelVectors; v++) {
+          I32 isum[R];
+          KT_UNROLL for (int r = 0; r < R; r++) isum[r] = splat_i32(0);
+          for_steps<0, K::kPairs>([&]<int J>() KT_ALWAYS_INLINE_LAMBDA {
+            const I32 pair = D::template minimum_pair<J>(w[p] + i, v);
+            KT_UNROLL for (int r = 0; r < R; r++) isum[r] = Dot::pairs(isum[r], pair, x + (J * R + r) * 4);
+          });
+          const F32 dmin = D::minus_dmin(w[p] + i, v);
+          KT_UNROLL for (int r = 0; r < R; r++)
+            acc[p][r][v] = fma(mul(to_f32(isum[r]), dmin), set1(ds[r]), acc[p][r][v]);
+        }
+      }
+      x += R * K::kTailBytes;
     }
   }
   each_sum([&](F32 sum, float* c) KT_ALWAYS_INLINE_LAMBDA { store(c, sum); });
@@ -307,23 +368,26 @@ KT_INLINE void direct(const Problem& p, const Plan& plan, const uint8_t* x, void
 // ---------------------------------------------------------------- large M: int8 panels
 
 // Panel, one record per group: | 8 steps x PV vectors of codes | for each scale: PV vectors | for each minimum: PV vectors |
+// With pairs of minima, after eight groups: | for each pair: PV vectors | PV vectors of -dmin |
 inline constexpr int kIntPanels = kBlocking.int_panels, kPV = kIntPanels * kPanelVectors, kPanelStep = kPV * kLanes * 4;
 template <class K>
 inline constexpr int kGroupBytes = (8 + K::kScales + K::kMinima) * kPanelStep;
+template <class K>
+inline constexpr int kPairBytes = K::kPairs ? (K::kPairs + 1) * kPanelStep : 0;
 
 // C[R][kIntPanels * 16] (+)= R rows of x by the panel. Per group and vector of sums: 8 products, 2 FMAs (3 with minima):
-// ceiling 80 % (73 %) of the product's peak where it shares its ports with the FMA.
+// ceiling 80 % (73 %) of the product's peak where it shares its ports with the FMA. Minima in pairs: 8 groups take 64 products,
+// 16 FMAs, and 4 (Q2_K 8) products of pairs, a conversion, a product and an FMA more: 74 % (71 %).
 //   zmm vpdpbusd, 7 x 2: 14 int32 sums + 14 fp32 sums + 2 weights + 1 broadcast = 31 of 32 registers. On the machines measured each
 //     load costs a little (a hot 6 x 2 runs at 62 % of the peak, 7 x 2 at 65 %), so the largest tile wins.
 //   ymm: C stays in L1: 12 (or 8) int32 sums + 2 weights + 1 broadcast (+ 1 product) of 16
 template <class K, int R>
 KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, float* c, bool accumulate, Fetch fetch) {
   using Dot = typename K::Dot;
-  constexpr int width = kPV * kLanes;
   F32 acc[R][kPV];
+  // By templates and not by loops: or GCC unrolls too late to keep all sums off the stack.
   auto each = [&](auto f) KT_ALWAYS_INLINE_LAMBDA {
-    KT_UNROLL for (int r = 0; r < R; r++)
-      KT_UNROLL for (int v = 0; v < kPV; v++) f(r, v, c + r * width + v * kLanes);
+    for_steps<0, R * kPV>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA { f(I / kPV, I % kPV, c + I * kLanes); });
   };
   if constexpr (kBlocking.c_in_registers)
     each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { acc[r][v] = zero(), prefetch_l1(p); });
@@ -335,27 +399,27 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
     const float *sums = meta + K::kStarts * R, *dx = sums + K::kMinima * R, *ndx = dx + R;
     for_steps<0, K::kScales>([&]<int H>() KT_ALWAYS_INLINE_LAMBDA {
       I32 a[R][kPV];
-      KT_UNROLL for (int r = 0; r < R; r++) {
-        a[r][0] = Dot::begin(start_of<K>(meta, H * R + r));
-        KT_UNROLL for (int v = 1; v < kPV; v++) a[r][v] = a[r][0];
-      }
+      const uint8_t* start = static_cast<const uint8_t*>(start_of<K>(meta, H * R));
+      if constexpr (K::kStarts == 0) opaque(start);  // read anew: in a register it would drive a sum out
+      each([&](int r, int v, float*) KT_ALWAYS_INLINE_LAMBDA {
+        const int from = K::kStarts ? r : 0;
+        a[r][v] = r == from && v == 0 ? Dot::begin(start + r * 4) : a[from][0];
+      });
       constexpr int begin = K::first_step(H), end = K::first_step(H + 1);
       KT_UNROLL for (int s = begin; s < end; s++) {
         I32 u[kPV];
         KT_UNROLL for (int v = 0; v < kPV; v++) u[v] = load_i(w + s * kPanelStep + v * kLanes * 4);
-        KT_UNROLL for (int r = 0; r < R; r++) Dot::row(a[r], u, x + r * 32 + s * 4);
+        for_steps<0, R>([&]<int r>() KT_ALWAYS_INLINE_LAMBDA { Dot::row(a[r], u, x + r * 32 + s * 4); });
       }
       const float* scales = reinterpret_cast<const float*>(w + (8 + H) * kPanelStep);
-      const float* minima = reinterpret_cast<const float*>(w + (8 + K::kScales) * kPanelStep);
+      const float* minima = reinterpret_cast<const float*>(w + (8 + K::kScales + H) * kPanelStep);
       F32 scale[kPV];
       KT_UNROLL for (int v = 0; v < kPV; v++) scale[v] = load(scales + v * kLanes);
       each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA {
         const F32 isum = as_f32(Dot::end(a[r][v], start_of<K>(meta, H * R + r)));
         const F32 t = fma(isum, set1(dx[r]), set1(ndx[r]));
         F32 sum = fma(t, scale[v], kBlocking.c_in_registers ? acc[r][v] : load(p));
-        for_steps<K::first_minimum(H), K::first_minimum(H + 1)>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
-          sum = fma(load(minima + I * width + v * kLanes), set1(sums[I * R + r]), sum);
-        });
+        if constexpr (K::kMinima > 0) sum = fma(load(minima + v * kLanes), set1(sums[H * R + r]), sum);
         if constexpr (kBlocking.c_in_registers)
           acc[r][v] = sum;
         else
@@ -363,6 +427,28 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
       });
       if constexpr (!kBlocking.c_in_registers) asm volatile("" ::: "memory");  // or C lives on the stack as well
     });
+    if constexpr (K::kPairs > 0) {
+      if (g % 8 < 7) continue;
+      const uint8_t *pairs = w + kGroupBytes<K>, *tail = x + R * K::kRowBytes;
+      const float* dmin = reinterpret_cast<const float*>(pairs + K::kPairs * kPanelStep);
+      const float* ds = reinterpret_cast<const float*>(tail + K::kPairs * R * 4);
+      I32 a[R][kPV];
+      each([&](int r, int v, float*) KT_ALWAYS_INLINE_LAMBDA { a[r][v] = splat_i32(0); });
+      KT_UNROLL for (int j = 0; j < K::kPairs; j++) {
+        I32 m[kPV];
+        KT_UNROLL for (int v = 0; v < kPV; v++) m[v] = load_i(pairs + j * kPanelStep + v * kLanes * 4);
+        for_steps<0, R>([&]<int r>() KT_ALWAYS_INLINE_LAMBDA { Dot::pairs_row(a[r], m, tail + (j * R + r) * 4); });
+      }
+      each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA {
+        const F32 t = mul(to_f32(a[r][v]), load(dmin + v * kLanes));
+        if constexpr (kBlocking.c_in_registers)
+          acc[r][v] = fma(t, set1(ds[r]), acc[r][v]);
+        else
+          store(p, fma(t, set1(ds[r]), load(p)));
+      });
+      if constexpr (!kBlocking.c_in_registers) asm volatile("" ::: "memory");
+      w += kPairBytes<K>, x += R * K::kTailBytes;
+    }
   }
   if constexpr (kBlocking.c_in_registers)
     each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, accumulate ? add(acc[r][v], load(p)) : acc[r][v]); });
@@ -373,17 +459,22 @@ template <class D>
 struct BytePanel {
   using K = KindOf<D>;
   // Formats with two scales have more constants to hold: a row less of sums.
-  static constexpr int kTileRows = kBlocking.int_mr - (kLanes == 16 && K::kStarts + K::kMinima == 2);
-  static constexpr int64_t bytes(int64_t groups) { return groups * kGroupBytes<K>; }
+  static constexpr int kTileRows = kBlocking.int_mr - (kLanes == 16 && K::kScales == 2);
+  static constexpr int64_t bytes(int64_t groups) { return groups * kGroupBytes<K> + groups / 8 * kPairBytes<K>; }
   // Group g of the panel, from group `group` of a record, vector v.
   KT_INLINE static void decode(const uint8_t* record, int group, int v, uint8_t* panel, int64_t g, int vector) {
-    uint8_t* out = panel + g * kGroupBytes<K> + vector * kLanes * 4;
+    uint8_t* out = panel + bytes(g) + vector * kLanes * 4;
     I32 code[8];  // all of them before the first store, which might change the record for all that the compiler knows
     for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA { code[S] = D::template code<S>(record, group, v); });
     KT_UNROLL for (int s = 0; s < 8; s++) store_i(out + s * kPanelStep, code[s]);
     float* scales = reinterpret_cast<float*>(out + 8 * kPanelStep);
     KT_UNROLL for (int h = 0; h < K::kScales; h++, scales += kPV * kLanes) store(scales, D::scale(record, group, h, v));
     KT_UNROLL for (int m = 0; m < K::kMinima; m++, scales += kPV * kLanes) store(scales, D::minimum(record, group, m, v));
+    if constexpr (K::kPairs > 0) {
+      if (group != 7) return;
+      for_steps<0, K::kPairs>([&]<int J>() KT_ALWAYS_INLINE_LAMBDA { store_i(scales + J * kPV * kLanes, D::template minimum_pair<J>(record, v)); });
+      store(scales + K::kPairs * kPV * kLanes, D::minus_dmin(record, v));
+    }
   }
   template <int R>
   KT_INLINE static void tile(const uint8_t* x, const uint8_t* w, int64_t groups, const Tile& t) {

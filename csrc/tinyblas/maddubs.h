@@ -156,7 +156,7 @@ struct PairPanel {
         store(reinterpret_cast<float*>(out), scale[h]);
     }
     KT_UNROLL for (int i = 0; i < K::kMinima; i++, out += kPanelStep)
-      store(reinterpret_cast<float*>(out), minimum_of<D>(record, group, i, v, scale[i * K::kScales / K::kMinima]));
+      store(reinterpret_cast<float*>(out), minimum_of<D>(record, group, i, v, scale[i]));
     if constexpr (kSubScales)
       if (group == 7) store(reinterpret_cast<float*>(out), D::d(record, v));
   }

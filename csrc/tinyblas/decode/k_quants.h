@@ -2,13 +2,13 @@
 // pieces.
 //
 // Packed record, eight groups (256 elements) of 16 rows. What all groups share comes first: a group reads it anew.
-//   Q2_K   1344 bytes   | 16 d | 16 -dmin | 16 x [16 rows] sc | m << 4 | 8 x { crumbs } |
+//   Q2_K   1344 bytes   | 16 d | 16 -dmin | 4 x [16 rows][4] sc | m << 4 | 8 x { crumbs } |
 //   Q3_K   1856 bytes   | 16 d | 32 bytes unused | 16 x [16 rows] int8 sc | 8 x { crumbs, bits } |
-//   Q4_K   2368 bytes   | 16 d | 16 -dmin | 8 x [16 rows] sc | 8 x [16 rows] m | 8 x { nibbles } |
-//   Q5_K   2880 bytes   | 16 d | 16 -dmin | 8 x [16 rows] sc | 8 x [16 rows] m | 8 x { nibbles, bits } |
+//   Q4_K   2368 bytes   | 16 d | 16 -dmin | 8 x [16 rows] sc | 2 x [16 rows][4] m | 8 x { nibbles } |
+//   Q5_K   2880 bytes   | 16 d | 16 -dmin | 8 x [16 rows] sc | 2 x [16 rows][4] m | 8 x { nibbles, bits } |
 //   Q6_K   3392 bytes   | 16 d | 32 bytes unused | 16 x [16 rows] int8 sc | 8 x { nibbles, crumbs } |
 // d and dmin are fp16; dmin has its sign turned, so that a minimum is one product. sc and m of six bits are whole bytes,
-// which a vector widens in one instruction; with the unused bytes (records are multiples of 64) that makes Q3_K 5.5 %
+// and sc lie so that a vector widens them in one instruction, m so that it takes pairs from words of four; with the unused bytes (records are multiples of 64) that makes Q3_K 5.5 %
 // larger than in a GGUF file, Q4_K 2.8 %, Q5_K 2.3 %, Q6_K 1 %; Q2_K has the same size.
 //
 // GGUF keeps the bits of one element position of several groups in one byte, the packed layout those of several steps of
@@ -87,8 +87,9 @@ struct SuperBlock {
   KT_INLINE static const uint8_t* sub_scales(const uint8_t* record, int index) {
     return record + kSubScales + index * 16;
   }
-  KT_INLINE static uint8_t& sub_scale(uint8_t* record, int index, int row) {
-    return record[kSubScales + index * 16 + row];
+  // Byte `index` of [16 rows][4] bytes each, in the low bits of its row's lane; others are above it.
+  KT_INLINE static I32 sub_word(const uint8_t* words, int index, int v) {
+    return load_i(words + index / 4 * 64 + index % 4 + v * kLanes * 4);
   }
 
   // The low half of a word that holds d and, above it, dmin.
@@ -111,7 +112,7 @@ template <class Block>
 struct SixBitMinimum : SuperBlock<Block> {
   using Base = SuperBlock<Block>;
   static constexpr bool kHasBit = requires(Block b) { b.qh; };
-  static constexpr int kOffset = 0, kMaxCode = kHasBit ? 31 : 15, kScales = 1;
+  static constexpr int kOffset = 0, kMaxCode = kHasBit ? 31 : 15, kScales = 1, kMinimumPairs = 4;
   static constexpr int kGroupBytes = 256 + 64 * kHasBit, kRecordBytes = Base::kCodes + 8 * kGroupBytes;
 
   template <int S>
@@ -128,8 +129,14 @@ struct SixBitMinimum : SuperBlock<Block> {
     return mul(Base::d(record, v), to_f32(integer_scale(record, group, 0, v)));
   }
   KT_INLINE static F32 minimum(const uint8_t* record, int group, int, int v) {
-    return mul(Base::minus_dmin(record, v), to_f32(load_u8(Base::sub_scales(record, 8 + group) + v * kLanes)));
+    return mul(Base::minus_dmin(record, v), to_f32(band(Base::sub_word(minima(record), group, v), splat_i32(63))));
   }
+  // Two minima as int16: see int8.h for which.
+  template <int J>
+  KT_INLINE static I32 minimum_pair(const uint8_t* record, int v) {
+    return band(shift_16<-8 * (J % 2)>(load_i(minima(record) + J / 2 * 64 + v * kVectorBytes)), splat_i32(0x00FF00FF));
+  }
+  KT_INLINE static const uint8_t* minima(const uint8_t* record) { return Base::sub_scales(record, 8); }
 
   // The twelve bytes as words a, b, c: values 0..3 are the low six bits of a (scales) and b (minima); 4..7 have their
   // low four bits in the nibbles of c, their high two in the top bits of a and b.
@@ -165,8 +172,10 @@ struct SixBitMinimum : SuperBlock<Block> {
     rows.load(0, head);
     Base::put_d(rows, record, head[0]);
     unpack_scales<Rows>(head[1], head[2], head[3], s);
-    KT_UNROLL for (int i = 0; i < 4; i++)
+    KT_UNROLL for (int i = 0; i < 2; i++) {
       rows.put_bytes(record + Base::kSubScales + i * 64, s[i]);
+      rows.put(record + Base::kSubScales + 128 + i * 64, s[2 + i]);
+    }
     KT_UNROLL for (int i = 0; i < 4; i++)
       put_groups<4>(rows, offsetof(Block, qs) + i * 32, record + Base::kCodes + i * 2 * kGroupBytes, kGroupBytes);
     if constexpr (kHasBit) put_groups<1>(rows, offsetof(Block, qh), record + Base::kCodes + 256, kGroupBytes);
@@ -176,7 +185,7 @@ struct SixBitMinimum : SuperBlock<Block> {
     SubScales s;
     KT_UNROLL for (int i = 0; i < 8; i++) {
       s.sc[i] = Base::sub_scales(record, i)[row];
-      s.m[i] = Base::sub_scales(record, 8 + i)[row];
+      s.m[i] = minima(record)[i / 4 * 64 + row * 4 + i % 4];
     }
     pack_scales(s, block + offsetof(Block, scales));
     const uint8_t* codes = record + Base::kCodes + row * 4;
@@ -332,7 +341,7 @@ struct Q3_K : SignedScales<BlockQ3_K> {
 // Sixteen sub-blocks of 16, four bits each for scale and minimum; w = d * sc * q - dmin * m.
 struct Q2_K : SuperBlock<BlockQ2_K> {
   struct Folded;
-  static constexpr int kOffset = 0, kMaxCode = 3, kScales = 2, kGroupBytes = 128,
+  static constexpr int kOffset = 0, kMaxCode = 3, kScales = 2, kMinimumPairs = 8, kGroupBytes = 128,
                        kRecordBytes = kCodes + 8 * kGroupBytes;
 
   template <int S>
@@ -340,14 +349,19 @@ struct Q2_K : SuperBlock<BlockQ2_K> {
     return crumb<S>(record + kCodes + group * kGroupBytes, v);
   }
   KT_INLINE static I32 integer_scale(const uint8_t* record, int group, int half, int v) {
-    return band(load_u8(sub_scales(record, group * 2 + half) + v * kLanes), splat_i32(15));
+    return band(sub_word(record + kSubScales, group * 2 + half, v), splat_i32(15));
   }
   KT_INLINE static F32 scale(const uint8_t* record, int group, int half, int v) {
     return mul(d(record, v), to_f32(integer_scale(record, group, half, v)));
   }
   KT_INLINE static F32 minimum(const uint8_t* record, int group, int half, int v) {
-    const I32 m = load_u8(sub_scales(record, group * 2 + half) + v * kLanes);
-    return mul(minus_dmin(record, v), to_f32(shift_right_32<4>(m)));
+    const I32 m = shift_16<-4>(sub_word(record + kSubScales, group * 2 + half, v));
+    return mul(minus_dmin(record, v), to_f32(band(m, splat_i32(15))));
+  }
+  template <int J>
+  KT_INLINE static I32 minimum_pair(const uint8_t* record, int v) {
+    const I32 word = load_i(record + kSubScales + J / 2 * 64 + v * kVectorBytes);
+    return band(shift_16<-4 - 8 * (J % 2)>(word), splat_i32(0x000F000F));
   }
 
   template <class Rows>
@@ -356,14 +370,14 @@ struct Q2_K : SuperBlock<BlockQ2_K> {
     rows.load(sizeof(BlockQ2_K) - 16, w);  // d and dmin are the last word
     put_d(rows, record, w[3]);
     rows.load(offsetof(BlockQ2_K, scales), w);
-    KT_UNROLL for (int i = 0; i < 4; i++) rows.put_bytes(record + kSubScales + i * 64, w[i]);
+    KT_UNROLL for (int i = 0; i < 4; i++) rows.put(record + kSubScales + i * 64, w[i]);
     KT_UNROLL for (int n = 0; n < 2; n++)
       put_groups<2>(rows, offsetof(BlockQ2_K, qs) + n * 32, record + kCodes + n * 4 * kGroupBytes, kGroupBytes);
   }
   KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
     get_d(record, row, block);
-    KT_UNROLL for (int i = 0; i < 16; i++)
-      block[offsetof(BlockQ2_K, scales) + static_cast<size_t>(i)] = sub_scales(record, i)[row];
+    KT_UNROLL for (int i = 0; i < 4; i++)
+      std::memcpy(block + offsetof(BlockQ2_K, scales) + i * 4, record + kSubScales + i * 64 + row * 4, 4);
     KT_UNROLL for (int n = 0; n < 2; n++)
       get_groups<2>(record + kCodes + row * 4 + n * 4 * kGroupBytes, kGroupBytes,
                     block + offsetof(BlockQ2_K, qs) + n * 32);
@@ -396,11 +410,10 @@ struct Q3_K::Folded : Q3_K {
 // q * sc is at most 45.
 struct Q2_K::Folded : Q2_K {
   using Stored = Q2_K;
-  static constexpr int kMaxCode = 45, kScales = 1, kMinima = 2;
+  static constexpr int kMaxCode = 45, kScales = 1;
   template <int S>
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
-    const I32 sc = band(load_u8(sub_scales(record, group * 2 + S / 4) + v * kLanes), splat_i32(15));
-    return mul_low_16(Q2_K::code<S>(record, group, v), twice(sc));
+    return mul_low_16(Q2_K::code<S>(record, group, v), twice(integer_scale(record, group, S / 4, v)));
   }
   KT_INLINE static F32 scale(const uint8_t* record, int, int, int v) { return d(record, v); }
 };

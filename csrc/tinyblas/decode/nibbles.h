@@ -13,8 +13,8 @@
 //   kBlock: elements per GGUF block;  kBlockBytes, kRecordBytes
 //   kOffset: w = scale * (code - kOffset) + minimum;  kMaxCode;  kGroups of 32 per record;  kScales per group;  kHasMinimum
 // and maybe
-//   Folded: a view of the same records with sub-scale times code as the code, for the kernels with products of whole bytes;
-//           its kMinima says how many minima a group has, where that is not kScales
+//   Folded: a view of the same records with sub-scale times code as the code, for the kernels with products of whole bytes
+//   kMinimumPairs, minimum_pair<J>(record, v), minus_dmin(record, v): integer minima of a super-block; see int8.h
 //
 // Packed record, two groups (64 elements) of 16 rows; bit planes and minima only where the format has them:
 //   | group 0: 4 x [16 rows][4 bytes] nibbles, 1 x [16 rows][4 bytes] bits | group 1: the same | 2 x 16 fp16 d | 2 x 16 fp16 m |

@@ -1,5 +1,5 @@
 // int8 products without VNNI: vpmaddubsw (u8 x s8, pairs summed to int16, saturating) and vpmaddwd. The tier's header supplies the
-// instructions for its width: maddubs, madd, add_i16. See avx512vnni_dot.h for the interface.
+// instructions for its width: maddubs, madd, add_i16. See vnni_dot.h for the interface.
 //
 // Sums stay in int16 as long as they fit, then are widened once. They may wrap in between: only the end has to fit, and each pair of
 // products. So what codes reach less their offset counts, if a sum starts at -offset * (the sum of x in its lane).
@@ -20,7 +20,7 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 // Per vector and step: maddubs + paddw; per sum: madd + paddd.
 struct Dot {
-  static constexpr bool kAllBytes = false;
+  static constexpr bool kAllBytes = false, kPairs = false;
   static constexpr int kParts = 0, kXBytes = 32;
   KT_INLINE static void store_x(void* out, const I32 (&q)[32 / kLanes]) {
     KT_UNROLL for (int i = 0; i < 32 / kLanes; i++) store_i8(static_cast<int8_t*>(out) + i * kLanes, q[i]);
@@ -69,7 +69,7 @@ struct DotLanes : Dot {
 // x as int16, the even elements of a step before the odd ones, since masking and shifting part the codes that way.
 // Per vector and two elements: madd + paddd.
 struct DotWide {
-  static constexpr bool kAllBytes = false;
+  static constexpr bool kAllBytes = false, kPairs = false;
   static constexpr int kParts = 0, kXBytes = 64;
   KT_INLINE static void store_x(void* out, const I32 (&q)[32 / kLanes]) {
     alignas(64) int32_t x[32];
