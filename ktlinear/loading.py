@@ -11,7 +11,7 @@ from . import _memory
 from .gguf import GGUFError, GGUFFile
 from .nn import FLOAT_DTYPES, FLOAT_TYPES, Embedding, Experts, ExpertsLinear, Linear
 from .ops import WeightType
-from .patch import fuse_layers
+from .patch import fuse_layers, set_quantizers
 
 try:
     import numpy as np
@@ -103,6 +103,7 @@ def from_gguf(
         )
     model = _skeleton(file, architecture, dtype)
     _Loader(file, architecture, model, dtype, packed).load()
+    set_quantizers(model)
     if fuse:
         fuse_layers(model)
     loaded_tokenizer = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -137,7 +138,8 @@ def patch(
             them. Where a gradient is wanted, or a layer has a hook, the layers are called one by one, as before.
 
     Returns:
-        A report of every linear layer: type before and after, or why it was left.
+        A report of every linear layer: type before and after, or why it was left. The merged experts of a mixture, one
+        parameter of three dimensions for all of them, stay floats, and the report says so.
 
     Raises:
         TypeError: `model` is not an ``nn.Module``, or `rules` no mapping.
@@ -159,9 +161,26 @@ def patch(
             report.rows += _convert(model, plan, places)
             plan.members.clear()  # or the originals would stay in memory until all are done
             bar.update(plan.nbytes)
+    report.rows += _merged_experts(model)
     if fuse:
         report.fused = fuse_layers(model)
+    set_quantizers(model)
     return report
+
+
+def set_quantizers(model: nn.Module, quantized: bool = True) -> None:
+    """Give the transformers models in `model` the quantizer that writes what they hold, or take it away.
+
+    Without one, ``save_pretrained`` writes names that ``from_pretrained`` makes nothing of, but random weights.
+    """
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    try:
+        from .integrations import transformers as integration
+    except ImportError:  # a version that has not been tried
+        return
+    for module in model.modules():
+        integration.set_quantizer(module, quantized)
 
 
 def fuse_layers(model: nn.Module) -> list[tuple[str, ...]]:
@@ -216,6 +235,7 @@ def unpatch(model: nn.Module) -> PatchReport:
             sizes = (0, 0) if tied else (old.nbytes, weights[old].nbytes)
             report.rows.append(PatchRow(name, _type_name(module), _dtype_name(weights[old]), "", *sizes))
             bar.update(0 if tied else old.nbytes)
+    set_quantizers(model, False)
     return report
 
 
@@ -323,6 +343,18 @@ def _plan(
         return leave(reason)
     note = "" if chosen is wanted else f"the block of {wanted.name} does not divide K = {weight.shape[1]}"
     return _Plan(members, chosen, note, weight.nbytes)
+
+
+def _merged_experts(model: nn.Module) -> list[PatchRow]:
+    """What transformers makes of a mixture's experts: stacks of matrices, which no linear layer holds."""
+    note = "merged experts, which stay floats (ktlinear.nn.Experts computes quantized ones)"
+    rows = []
+    for name, module in model.named_modules():
+        for parameter_name, stack in module._parameters.items():
+            if stack is not None and stack.dim() == 3 and stack.dtype in LOGICAL_DTYPES and "experts" in name:
+                label = f"{name}.{parameter_name}"
+                rows.append(PatchRow(label, _dtype_name(stack), None, note, stack.nbytes, stack.nbytes))
+    return rows
 
 
 def _obstacle(module: nn.Module, parameter_name: str) -> str | None:

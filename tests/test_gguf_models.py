@@ -301,3 +301,26 @@ def test_what_cannot_be_loaded_is_said(tmp_path, architecture, options, message)
     with pytest.raises(GGUFError, match=message) as error:
         ktlinear.from_gguf(tmp_path / "tiny.gguf", tokenizer=False)
     assert str(error.value).startswith(f"{tmp_path / 'tiny.gguf'}: ")
+
+
+def test_saving_what_was_read(tmp_path):
+    """In transformers' way where it can be read again, and else not at all."""
+    write(tmp_path / "llama.gguf", "llama")
+    model, _ = ktlinear.from_gguf(tmp_path / "llama.gguf", tokenizer=False)
+    model.save_pretrained(tmp_path / "llama")
+    again, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "llama"), torch.arange(9)[None]
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    floats = dict.fromkeys(
+        [*KINDS, "ffn_down_exps", "attn_k", "attn_v", "attn_output", "output", "token_embd"], Types.F32
+    )
+    for architecture, kinds, kind in (
+        ("qwen3moe", {}, "ExpertsLinear"),
+        ("qwen3moe", floats, "ExpertsLinear"),
+        ("gemma2", {}, "_ScaledEmbedding"),
+    ):
+        write(tmp_path / "tiny.gguf", architecture, kinds=kinds)
+        model, _ = ktlinear.from_gguf(tmp_path / "tiny.gguf", tokenizer=False)
+        with pytest.raises(ValueError, match=rf"save_pretrained: .* is a {kind}, which from_pretrained could not make"):
+            model.save_pretrained(tmp_path / "saved")
+        assert not list((tmp_path / "saved").iterdir())

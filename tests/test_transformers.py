@@ -340,3 +340,72 @@ def test_a_type_that_needs_an_importance(tmp_path):
     llama(tied=False).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="IQ2_XXS, chosen for .*importance matrix.*--imatrix"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=ktlinear.KtConfig("IQ2_XXS"))
+
+
+def moe(**options):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        initializer_range=0.2,
+        **options,
+    )
+    return transformers.Qwen3MoeForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    "make, loader",
+    [
+        (lambda: llama(True), AutoModelForCausalLM),
+        (lambda: llama(False), AutoModelForCausalLM),
+        (moe, AutoModelForCausalLM),
+    ],
+)
+def test_a_patched_model_is_saved_so_that_it_can_be_loaded(tmp_path, make, loader):
+    """Also its inner model alone, after an unpatching, and patched with two types in two steps."""
+    model, ids = make(), torch.arange(1, 12)[None]
+    ktlinear.patch(model, "Q8_0", filter_fn=lambda name, module: "down" in name)
+    ktlinear.patch(model, "Q4_0")
+    model.save_pretrained(tmp_path / "patched")
+    again = loader.from_pretrained(tmp_path / "patched")
+    assert states_are_equal(model, again)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+        model.model.save_pretrained(tmp_path / "inner")
+        inner = AutoModel.from_pretrained(tmp_path / "inner")
+        assert torch.equal(inner(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    assert "quantization_config" in json.loads((tmp_path / "patched" / "config.json").read_text())
+    model.half().float()  # which transformers refuses for models that it takes for quantized by itself
+    ktlinear.unpatch(model)
+    model.save_pretrained(tmp_path / "unpatched")
+    assert "quantization_config" not in json.loads((tmp_path / "unpatched" / "config.json").read_text())
+    plain = loader.from_pretrained(tmp_path / "unpatched")
+    assert all(torch.equal(plain.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+def test_float_types_are_saved_as_ever(tmp_path):
+    model = llama(False)
+    ktlinear.patch(model, "F16")
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert not isinstance(AutoModelForCausalLM.from_pretrained(tmp_path).lm_head, Linear)
+
+
+def test_merged_experts_stay_floats_and_the_report_says_so(tmp_path):
+    model = moe()
+    report = ktlinear.patch(model, "Q8_0")
+    left = {row.name: row for row in report.left}
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert len(left) == 4 and "merged experts, which stay floats" in left[name].note
+    assert left[name].bytes_after == 4 * 64 * 64 * 4 and name in str(report)
+    moe().save_pretrained(tmp_path)
+    config = ktlinear.KtConfig("Q8_0")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert {row.name for row in loaded.hf_quantizer.report.left} == set(left)

@@ -19,10 +19,21 @@ from torch import nn
 
 from .._types import check_quantized_types
 from ..checkpoint import QuantizedTensor, quantized_tensors, type_metadata
-from ..nn import Embedding, Linear
+from ..nn import Embedding, Linear, _QuantizedWeight
 from ..ops import WeightType, needs_importance
 from ..ops import weight_type as to_weight_type
-from ..patch import PatchReport, _convert, _holders, _left, _places, _Plan, _plans, _unfit_values, unpatch
+from ..patch import (
+    PatchReport,
+    _convert,
+    _holders,
+    _left,
+    _merged_experts,
+    _places,
+    _Plan,
+    _plans,
+    _unfit_values,
+    unpatch,
+)
 
 # The first version whose loading works as this module expects, and the first that has not been tried.
 VERSIONS = ((5, 24), (6, 0))
@@ -170,6 +181,7 @@ class KtQuantizer(HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         with _Tied(model):
             plans = _plans(model, config.weight_type, config.rules)
+        self.report.rows += _merged_experts(model)
         for plan in plans:
             if plan.weight_type is not None and needs_importance(plan.weight_type):
                 raise ValueError(
@@ -210,7 +222,19 @@ class KtQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """The state dict under the names of an unquantized model, and the header's description of it."""
+        """The state dict under the names of an unquantized model, and the header's description of it.
+
+        Raises:
+            ValueError: the model holds what `from_pretrained` could not make again; nothing has been written.
+        """
+        for name, module in model.named_modules():
+            if isinstance(module, _QuantizedWeight) and type(module) not in (Linear, Embedding):
+                raise ValueError(
+                    f"save_pretrained: {name} is a {type(module).__name__}, which from_pretrained could not make "
+                    "again; keep the file that it was loaded from, or save a state_dict"
+                )
+        if not hasattr(model.config, "quantization_config"):
+            model.config.quantization_config = self.quantization_config
         state, described = model.state_dict(), {}
         for target in getattr(model, "all_tied_weights_keys", {}):
             state.pop(target, None)
@@ -245,6 +269,24 @@ class KtQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def set_quantizer(model: nn.Module, quantized: bool) -> None:
+    """Make a transformers model that holds quantized layers one that knows how to save them, or no longer so.
+
+    Its config says so from the first saving on. Models that have a quantizer of their own keep it.
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        return
+    held = getattr(model, "hf_quantizer", None)
+    ours = [m for m in model.modules() if isinstance(m, _QuantizedWeight)]
+    types = [m.weight_type.name for m in ours if m._type is not None]
+    changed = bool(types) or any(type(m) not in (Linear, Embedding) for m in ours)
+    if quantized and changed and held is None:
+        model.__dict__["hf_quantizer"] = KtQuantizer(KtConfig(max(types, key=types.count, default="Q8_0")))
+    elif not quantized and not changed and isinstance(held, KtQuantizer) and not getattr(model, "is_quantized", False):
+        del model.hf_quantizer
+        model.config.__dict__.pop("quantization_config", None)
 
 
 def parameter_names(model: Any, names: Iterable[str]) -> dict[str, str]:
