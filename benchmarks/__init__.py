@@ -5,7 +5,8 @@
 `limits`            the machine's limits: arithmetic peaks, read bandwidth
 `weights`           copies of a weight in an arena far larger than the caches
 `cases`             what is measured: linears, odd shapes, the cost of a call; or experts
+`models`            whole models beside transformers and llama.cpp
 `report`            text tables and what stands out
-`picture`           the roofline
+`picture`           the roofline, bars of models
 ==================  ================================================================
 """

@@ -1,4 +1,6 @@
-"""Measures linears beside F.linear and the machine's limits, or experts beside linears: in turn, in one process."""
+"""Measures linears beside F.linear and the machine's limits, experts beside linears,
+or whole models beside other runtimes: in turn, in one process.
+"""
 
 from __future__ import annotations
 
@@ -68,9 +70,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("linears", "experts"),
+        choices=("linears", "experts", "models"),
         default="linears",
-        help=f"linears, or the expert-routed product of {EXPERTS} experts, {TOP_K} a token (default: linears)",
+        help=f"linears; the expert-routed product of {EXPERTS} experts, {TOP_K} a token; or SmolLM2 and Gemma 3, "
+        "prefill and decode (default: linears)",
     )
     parser.add_argument("--types", type=types, help=f"weight types, or all (default: {','.join(TYPES)})")
     parser.add_argument("--m", type=listed(positive), help="rows of the input, or tokens")
@@ -84,9 +87,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number")
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="write the roofline, a map of many types (needs matplotlib)"
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="write the roofline, a map of many types, or bars of models (needs matplotlib)",
     )
     args = parser.parse_args(argv)
+    if args.what == "models":
+        for option in ("types", "m", "shapes"):
+            if getattr(args, option):
+                parser.error(f"--{option}: the models' own are measured")
+        if args.plain:
+            parser.error("--plain: models are measured packed")
     args.types = args.types or [weight_type(name) for name in TYPES]
     if args.what == "experts":
         if args.picture:
@@ -94,7 +106,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         args.m, args.shapes = args.m or EXPERTS_MS, args.shapes or EXPERTS_SHAPES
     args.m = sorted(set(args.m or ([1, 16, 512] if args.quick else MS)))
     args.shapes = args.shapes or ([SHAPES[0], SHAPES[-1]] if args.quick else SHAPES)
-    for t in args.types:
+    for t in args.types if args.what != "models" else ():
         if not any(fits(t, s) for s in args.shapes):
             parser.error(f"--types {t.name}: K has to be a multiple of {FORMATS[t].block} in one of the shapes")
     return args
@@ -109,11 +121,35 @@ def fits(t: WeightType, s: cases.Shape) -> bool:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure everything; the result is what the JSON file holds."""
     start = time.perf_counter()
+    results: dict[str, Any] = {"machine": {}, "cells": [], "odd_shapes": [], "experts": [], "calls": {}, "notes": []}
+    if args.what == "models":
+        from . import models  # needs transformers
+
+        results["models"] = models.run(torch.get_num_threads(), args.quick, results["notes"])
+        weights = "one GGUF file for all runtimes"
+    else:
+        run_matrices(args, results)
+        weights = f"{args.memory} MiB of copies, each call on the next one"
+    results["machine"] = {
+        "cpu": _cpu.model(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "tier": ktlinear.isa(),
+        "ktlinear": ktlinear.__version__,
+        "PyTorch": torch.__version__,
+        "weights": weights,
+        "seconds": round(time.perf_counter() - start),
+    }
+    return results
+
+
+def run_matrices(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Measure linears or experts, into `results`."""
     experts = args.what == "experts"
     effort = cases.Effort(3, 0.3, 0.003) if args.quick else cases.Effort(7, 0.8, 0.006)
     ours, theirs = Arena(args.memory << 20), Arena(0 if experts else args.memory << 20)
     bench = cases.Bench(ours, theirs, effort, packed=not args.plain)
-    cells, odd, routed, notes = [], [], [], []
+    cells, odd, routed, notes = (results[key] for key in ("cells", "odd_shapes", "experts", "notes"))
     few_ms = sorted({args.m[0], args.m[len(args.m) // 2], args.m[-1]})
 
     few_shapes = args.shapes[-1:] if args.quick else list(dict.fromkeys((args.shapes[0], args.shapes[-1])))
@@ -125,7 +161,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         elif ktlinear.isa() != FORCED_ISA:
             jobs += [("forced", args.shapes[0], t) for t in FORCED_TYPES if t in args.types]
     jobs = [(job, s, t) for job, s, t in jobs if fits(t, s)]
-    calls = {} if experts else cases.call_cost(effort)
+    if not experts:
+        results["calls"] = cases.call_cost(effort)
     with tqdm(jobs, unit="weight", disable=None) as progress:
         for job, s, t in progress:
             progress.set_postfix_str(f"{t.name} {s[0]} x {s[1]}")
@@ -138,23 +175,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             else:
                 with ktlinear.use_isa(FORCED_ISA):
                     cells += cases.linears(bench, t, s, args.m)
-    return {
-        "machine": {
-            "cpu": _cpu.model(),
-            "system": f"{platform.system()} {platform.machine()}",
-            "threads": torch.get_num_threads(),
-            "tier": ktlinear.isa(),
-            "ktlinear": ktlinear.__version__,
-            "PyTorch": torch.__version__,
-            "weights": f"{args.memory} MiB of copies, each call on the next one",
-            "seconds": round(time.perf_counter() - start),
-        },
-        "cells": cells,
-        "odd_shapes": odd,
-        "experts": routed,
-        "calls": calls,
-        "notes": notes,
-    }
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The pictures: the roofline with our linears and F.linear; for many types, a map of each cell's share of it."""
+"""Pictures: the roofline with ours and F.linear; for many types, a map of each cell's share of it; models as bars."""
 
 from __future__ import annotations
 
@@ -85,12 +85,34 @@ def draw(results: dict[str, Any], path: Path) -> None:
     tier = results["machine"]["tier"]
     cells = [c for c in results["cells"] if c["isa"] == tier]
     path.parent.mkdir(parents=True, exist_ok=True)
-    if len({c["type"] for c in cells}) > len(COLORS):
+    if "models" in results:
+        figure = bars(results)
+    elif len({c["type"] for c in cells}) > len(COLORS):
         figure = shares(cells, f"% of the roofline\n{results['machine']['threads']} threads, {tier}, cold weights")
     else:
         figure = roofline([c for c in cells if (c["n"], c["k"]) == (cells[0]["n"], cells[0]["k"])], results)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def bars(results: dict[str, Any]) -> Figure:
+    """A panel per model and task, a bar per runtime: tokens/s, with the quartiles."""
+    panels = list(group(results["models"], "model", "task").items())
+    figure, axes = plt.subplots(1, len(panels), figsize=(2.7 * len(panels) + 1.2, 2.6), squeeze=False)
+    for ax, ((model, task), of_task) in zip(axes[0], panels, strict=True):
+        rates = [c["rate"] for c in of_task]
+        errors = [[r["median"] - r["q1"] for r in rates], [r["q3"] - r["median"] for r in rates]]
+        names = [c["runtime"].replace(" ", "\n", 1) for c in of_task]
+        colors = [COLORS["Q4_0"] if name.startswith("ktlinear") else GREY for name in names]
+        drawn = ax.bar(names, [r["median"] for r in rates], yerr=errors, color=colors, width=0.65)
+        ax.bar_label(drawn, fmt="{:.0f}", fontsize=8, padding=2)
+        ax.margins(y=0.15)
+        ax.set_title(f"{model}\n{task}, tokens/s", fontsize=9)
+        ax.tick_params(labelsize=7.5)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{results['machine']['threads']} threads, {results['machine']['tier']}", fontsize=9)
+    figure.tight_layout()
+    return figure
 
 
 def shares(cells: list[Cell], title: str) -> Figure:

@@ -148,6 +148,27 @@ def calls_block(calls: dict[str, Any]) -> str:
     return table(["us", "spread %", "of F.linear's time"], rows)
 
 
+def models_text(cells: list[Cell]) -> str:
+    """A table per model and task: tokens/s, and times the yardsticks' of the same rounds."""
+    blocks = []
+    for (model, task), of_task in group(cells, "model", "task").items():
+        yardsticks = list(of_task[0]["times"])
+        rows = [
+            (
+                c["runtime"],
+                [
+                    f"{c['rate']['median']:.1f}",
+                    f"{spread_percent(c['rate']):.0f}",
+                    *(f"{c['times'][key]['median']:.2f}" for key in yardsticks),
+                ],
+            )
+            for c in of_task
+        ]
+        columns = ["tokens/s", "spread %", *(f"times {key}" for key in yardsticks)]
+        blocks.append(f"{model}, {task}\n{table(columns, rows)}")
+    return "\n\n".join(blocks)
+
+
 def text(results: dict[str, Any]) -> str:
     """Return the whole report."""
     machine = results["machine"]
@@ -170,5 +191,7 @@ def text(results: dict[str, Any]) -> str:
         )
     if results["calls"]:
         parts.append("A call, 64 x 64, M = 1\n" + calls_block(results["calls"]))
+    if "models" in results:
+        parts.append(models_text(results["models"]))
     parts += results["notes"]
     return "\n\n".join(parts)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, picture, report
+from benchmarks import cases, models, picture, report
 from benchmarks.__main__ import arguments, run
 from benchmarks.timing import in_turn, ratio, spread
 from ktlinear.ops import row_bytes
@@ -105,6 +105,8 @@ def check(results: dict[str, Any], packed: bool) -> None:
         (["--types", "Q4_0", "--shapes", "64x40"], "--types Q4_0: K has to be a multiple of 32 in one of the shapes"),
         (["--isa", "m68k"], "invalid choice: 'm68k'"),
         (["matrices"], "invalid choice: 'matrices'"),
+        (["models", "--m", "4"], "--m: the models' own are measured"),
+        (["models", "--plain"], "--plain: models are measured packed"),
         (["experts", "--picture", "x.png"], "--picture: the roofline is one of linears"),
     ],
 )
@@ -154,3 +156,41 @@ def test_many_types_make_a_map(tmp_path: Path) -> None:
     assert figure.axes[1].texts[3].get_text() == "25"  # T1, M = 4
     picture.draw({"machine": {"tier": "t", "threads": 2}, "cells": cells}, tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 10_000
+
+
+def test_models_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every runtime is measured in every round, and the ratios are those of one round's rates."""
+    order: list[str] = []
+
+    def runtime(name: str, **tasks: float) -> dict[str, Any]:
+        def measure(task: str) -> float:
+            order.append(f"{name} {task}")
+            return tasks[task] * (1 + len(order))
+
+        return {task: lambda task=task: measure(task) for task in tasks}
+
+    fakes = iter([runtime("fp32", prefill=2, decode=1), runtime("ours", prefill=4, decode=3), runtime("c", decode=6)])
+    monkeypatch.setattr(models, "of_transformers", lambda *args, **options: next(fakes))
+    monkeypatch.setattr(models, "of_llama_cpp", lambda *args: None)
+    monkeypatch.setattr(models.demo, "load_transformers", lambda file: None)
+    monkeypatch.setattr(models.ktlinear, "from_gguf", lambda file, **options: (None, None))
+    notes: list[str] = []
+    cells = models.measure("model", tmp_path, 2, 3, notes)
+    assert order == ["fp32 prefill", "ours prefill"] * 4 + ["fp32 decode", "ours decode", "c decode"] * 4
+    assert [(c["runtime"], c["task"], c["repeats"]) for c in cells] == [
+        ("transformers fp32", "prefill of 512", 3),
+        ("ktlinear", "prefill of 512", 3),
+        ("transformers fp32", "decode of 64", 3),
+        ("ktlinear", "decode of 64", 3),
+        ("ktlinear compiled", "decode of 64", 3),
+    ]
+    # Of the rounds (4, 5), (6, 7), (8, 9) of prefill, each times its rate.
+    assert cells[1]["times"]["transformers fp32"]["median"] == pytest.approx(7 * 4 / (6 * 2))
+    assert notes == ["model: llama.cpp was not measured (pip install -r requirements-models.txt)."]
+    text = report.models_text(cells)
+    assert "model, decode of 64" in text and "times transformers fp32" in text and text.count("compiled") == 1
+    machine = {"threads": 2, "tier": "t"}
+    figure = picture.bars({"machine": machine, "models": cells})
+    assert [len(ax.patches) for ax in figure.axes] == [2, 3]
+    picture.draw({"machine": machine, "cells": [], "models": cells}, tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
