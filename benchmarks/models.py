@@ -73,7 +73,7 @@ def of_transformers(model: Any, ids: torch.Tensor, **options: object) -> dict[st
 
 def measure(name: str, file: Path, threads: int, repeats: int, notes: list[str]) -> list[dict[str, Any]]:
     """One cell per runtime and task: tokens/s, and their ratio to transformers' and llama.cpp's of the same round."""
-    ours = ktlinear.from_gguf(file, tokenizer=False, fuse=True)[0]
+    ours = ktlinear.from_gguf(file, tokenizer=False, fuse=True, fast_norms=True)[0]
     # The values do not change the speed, and a tokenizer takes long to load.
     ids = torch.randint(1000, 20000, (1, demo.PREFILL), generator=torch.Generator().manual_seed(0))
     runtimes: dict[str, dict[str, Measure] | None] = {

@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
-        model, tokenizer = ktlinear.from_gguf(options.gguf, dtype=DTYPES[options.dtype], fuse=True)
+        model, tokenizer = ktlinear.from_gguf(options.gguf, dtype=DTYPES[options.dtype], fuse=True, fast_norms=True)
     except (OSError, ValueError, ImportError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
         return 1

@@ -11,7 +11,7 @@ from . import _memory
 from .gguf import GGUFError, GGUFFile
 from .nn import FLOAT_DTYPES, FLOAT_TYPES, Embedding, Experts, ExpertsLinear, Linear
 from .ops import WeightType
-from .patch import fuse_layers, set_quantizers
+from .patch import fuse_layers, set_quantizers, swap_norms
 
 try:
     import numpy as np
@@ -69,6 +69,7 @@ def from_gguf(
     packed: bool = True,
     tokenizer: bool = True,
     fuse: bool = False,
+    fast_norms: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Loads a GGUF file into a transformers causal language model without dequantizing any matrix.
 
@@ -84,6 +85,7 @@ def from_gguf(
             they stay where they are, in the mapped file, which must then not change.
         tokenizer: load the file's tokenizer too. This takes transformers some seconds.
         fuse: compute q/k/v and gate/up projections together, as `ktlinear.patch` does with ``fuse=True``.
+        fast_norms: let the norms call ``torch.rms_norm``, as `ktlinear.patch` does with ``fast_norms=True``.
 
     Returns:
         The model, in eval mode, and its tokenizer (None if not asked for).
@@ -106,6 +108,8 @@ def from_gguf(
     set_quantizers(model)
     if fuse:
         fuse_layers(model)
+    if fast_norms:
+        swap_norms(model)
     loaded_tokenizer = None
     if tokenizer:
         directory, name = os.path.split(os.path.abspath(file.path))
