@@ -98,8 +98,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def bars(results: dict[str, Any]) -> Figure:
     """A panel per model and task, a bar per runtime: tokens/s, with the quartiles."""
     panels = list(group(results["models"], "model", "task").items())
-    figure, axes = plt.subplots(1, len(panels), figsize=(2.7 * len(panels) + 1.2, 2.6), squeeze=False)
-    for ax, ((model, task), of_task) in zip(axes[0], panels, strict=True):
+    rows = -(-len(panels) // 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(8.6, 2.6 * rows), squeeze=False)
+    for ax, ((model, task), of_task) in zip(axes.flat, panels, strict=True):  # two tasks of each model
         rates = [c["rate"] for c in of_task]
         errors = [[r["median"] - r["q1"] for r in rates], [r["q3"] - r["median"] for r in rates]]
         names = [c["runtime"].replace(" ", "\n", 1) for c in of_task]
