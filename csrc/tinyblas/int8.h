@@ -8,7 +8,9 @@
 // dx is rounded up to 12 significant bits, which makes MAGIC * dx exact.
 //
 // Formats with a scale per 16 elements take each half of a group on its own (four FMAs instead of two), unless the product of code
-// and sub-scale fits a byte: then that is the code (`Folded`), where the tier multiplies all unsigned bytes.
+// and sub-scale fits a byte: then that is the code (`Folded`), where the tier multiplies all unsigned bytes. With VNNI and zmm the two sums
+// are converted (vcvtdq2ps has ports of its own on Zen 4) and meet before dx: a product and two FMAs,
+//   C += dx * (s0 * isum0 + s1 * isum1)
 //
 // Quantized x, for each K slice, for each tile of R rows, for each group: one record of R * 44 bytes or more
 //   | R x 32 int8 q | [starts][R] start | [minima][R] sum | R x fp32 dx | R x fp32 -MAGIC * dx |
@@ -45,6 +47,8 @@ struct Kind {
   static constexpr int kParts =
       DOT::kParts ? DOT::kParts : SCALES;  // a group's sums: a scale has one, or several in turn
   static constexpr int kStarts = DOT::kParts ? kParts : MINIMA ? 0 : SCALES;
+  // Two scales: sums start without MAGIC and are converted. See above.
+  static constexpr bool kConverts = SCALES == 2 && DOT::kAllBytes && kLanes == 16;
   static constexpr int kXBytes = DOT::kXBytes;                             // of one row of x in one group: q
   static constexpr int kRowBytes = kXBytes + 4 * (kStarts + kMinima + 2);  // all
   static constexpr int kTailBytes = PAIRS ? 4 * (PAIRS + 1) : 0;           // in one super-block
@@ -126,7 +130,7 @@ KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int 
   if constexpr (K::Dot::kParts)
     K::Dot::starts(q, offset, starts);
   else
-    for (int h = 0; h < K::kStarts; h++) starts[h] = kMagicBits - offset * xsum[h];
+    for (int h = 0; h < K::kStarts; h++) starts[h] = (K::kConverts ? 0 : kMagicBits) - offset * xsum[h];
   KT_UNROLL for (int i = 0; i < K::kStarts; i++, meta += rows) *meta = bits_as<float>(starts[i]);
   KT_UNROLL for (int h = 0; h < K::kMinima; h++, meta += rows) *meta = dx * static_cast<float>(xsum[h]);
   if constexpr (K::kPairs > 0)
@@ -159,17 +163,27 @@ KT_INLINE void quantize_sums(const float (&totals)[16], uint8_t* tail, int r, in
   std::memcpy(tail + (K::kPairs * rows + r) * 4, &scale, 4);
 }
 
-// Tiles [begin, end) of x.
+// K of x that one unit quantizes, at small M: a single tile is shared by the threads. K slices are parts of it or all of K.
+inline constexpr int kPrepareKC = 1024;
+
+KT_INLINE int64_t prepare_chunk(const Problem& p, const Plan& plan) { return plan.path == kDirect ? kPrepareKC : p.k; }
+
+// Units [begin, end) of x: chunks of K of a tile, then of the next.
 template <class D>
 KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int64_t begin, int64_t end) {
   using K = KindOf<D>;
   constexpr int offset = kRecentred<D> ? kRecentred<D> : D::kOffset;
-  for (int64_t t = begin; t < end; t++) {
+  const int64_t chunk = prepare_chunk(p, plan), chunks = ceil_div(p.k, chunk);
+  for (int64_t unit = begin; unit < end; unit++) {
+    const int64_t t = unit / chunks, stop = min_of(p.k, (unit % chunks + 1) * chunk);
     const int64_t row = tile_begin(p.m, plan.tiles, t);
     const int rows = static_cast<int>(tile_begin(p.m, plan.tiles, t + 1) - row);
-    for (int64_t k0 = 0; k0 < p.k; k0 += plan.kc) {
-      const int64_t kc = min_of<int64_t>(plan.kc, p.k - k0), groups = padded_groups<D>(kc);
-      uint8_t* o = out + record_offset<D>(p.m, row, k0, kc);
+    for (int64_t k0 = unit % chunks * chunk, kc; k0 < stop; k0 += kc) {
+      const int64_t slice = k0 / plan.kc * plan.kc, slice_kc = min_of<int64_t>(plan.kc, p.k - slice);
+      kc = min_of(stop, slice + slice_kc) - k0;
+      const int64_t first = (k0 - slice) / 32, groups = padded_groups<D>(kc);
+      uint8_t* o = out + record_offset<D>(p.m, row, slice, slice_kc) +
+                   rows * (first * K::kRowBytes + first / 8 * K::kTailBytes);
       for (int r = 0; r < rows; r++) {
         const int64_t x = x_index(p, row + r, k0);
         uint8_t* record = o;
@@ -207,15 +221,18 @@ inline constexpr int kDirectWhole = 1 << 20;  // K slice of a single tile on pac
 inline constexpr int kPlainKC = 1024;  // of plain rows, packed into scratch: longer runs of each row, in L2
 inline constexpr int kDirectRows = 8;  // of x in a tile
 inline constexpr int kDirectKC = 512;  // K slice that several tiles of x share in L1
+static_assert(kPrepareKC % kPlainKC == 0 && kPrepareKC % kDirectKC == 0);
 
-// Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums and R int32 ones per vector of a panel:
-// at most 24 of 32 registers. Eight streams are no faster at M = 1 on large matrices, and slower on 576 x 576, where a thread has
-// 18 panels in all. Two are faster with ymm (Q4_K 49 GB/s instead of 35); where x is int16, three rows leave room for one (Q8_0,
-// M = 4: 540 us instead of 740).
+// Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums and R int32 ones per vector of a panel (twice
+// as many where they are converted): at most 24 of 32 registers. Eight streams are no faster at M = 1 on large matrices, and slower on
+// 576 x 576, where a thread has 18 panels in all. Eight rows that share W in L1 with another tile take one panel: it is the registers
+// that count there (M = 16: 3 to 8 % faster). Two are faster with ymm (Q4_K 49 GB/s instead of 35); where x is int16, three rows
+// leave room for one (Q8_0, M = 4: 540 us instead of 740).
 template <class K>
-constexpr int streams(int rows) {
-  if (kLanes == 16) return rows <= 4 ? 4 : 2;
-  return rows > 2 && K::kXBytes > 32 ? 1 : 2;
+constexpr int streams(int rows, int tiles) {
+  if (kLanes == 8) return rows > 2 && K::kXBytes > 32 ? 1 : 2;
+  if (rows == kDirectRows && (tiles > 1 || K::kConverts)) return 1;
+  return rows <= 4 ? 4 : 2;
 }
 
 inline constexpr int kMaxStreams = 4;
@@ -255,6 +272,7 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
         // The lines of a record are shared out over its groups.
         const uint8_t* fetch = rec + kDirectAhead + lines * g / D::kGroups * 64;
         KT_UNROLL for (int v = 0; v < kPanelVectors; v += V) {
+          F32 halves[R][V];  // kConverts
           for_steps<0, K::kScales>([&]<int H>() KT_ALWAYS_INLINE_LAMBDA {
             I32 isum[R][V];
             for_steps<K::first_part(H), K::first_part(H + 1)>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
@@ -282,8 +300,15 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
             });
             KT_UNROLL for (int j = 0; j < V; j++) {
               const F32 scale = D::scale(rec, g, H, v + j);
-              KT_UNROLL for (int r = 0; r < R; r++)
-                acc[p][r][v + j] = fma(fma(as_f32(isum[r][j]), set1(dx[r]), set1(ndx[r])), scale, acc[p][r][v + j]);
+              KT_UNROLL for (int r = 0; r < R; r++) {
+                F32& sum = acc[p][r][v + j];
+                if constexpr (!K::kConverts)
+                  sum = fma(fma(as_f32(isum[r][j]), set1(dx[r]), set1(ndx[r])), scale, sum);
+                else if constexpr (H == 0)
+                  halves[r][j] = mul(to_f32(isum[r][j]), scale);
+                else
+                  sum = fma(fma(to_f32(isum[r][j]), scale, halves[r][j]), set1(dx[r]), sum);
+              }
               if constexpr (K::kMinima > 0) {
                 const F32 minimum = minimum_of<D>(rec, g, H, v + j, scale);
                 KT_UNROLL for (int r = 0; r < R; r++)
@@ -318,10 +343,10 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
 template <class D>
 KT_INLINE void direct_rows(int rows, int panels, const DirectTile& t) {
   with_rows<min_of(kDirectRows, kBlocking.direct_max)>(rows, [&]<int R>() {
-    // Fewer streams than the rows ask for: this tile is the shorter one of two.
-    if constexpr (streams<KindOf<D>>(R) != streams<KindOf<D>>(R + 1) && R < kBlocking.direct_max)
-      if (panels < streams<KindOf<D>>(R)) return direct_tile<D, R, streams<KindOf<D>>(R + 1)>(t);
-    direct_tile<D, R, streams<KindOf<D>>(R)>(t);
+    constexpr int own = streams<KindOf<D>>(R, 1), other = streams<KindOf<D>>(min_of(R + 1, kDirectRows), 2);
+    if constexpr (kBlocking.direct_max > kDirectRows && own != other)  // the shorter one of two tiles, or one of eight rows
+      if (panels == other) return direct_tile<D, R, other>(t);
+    direct_tile<D, R, own>(t);
   });
 }
 
@@ -377,19 +402,21 @@ inline constexpr int kPairBytes = K::kPairs ? (K::kPairs + 1) * kPanelStep : 0;
 
 // C[R][kIntPanels * 16] (+)= R rows of x by the panel. Per group and vector of sums: 8 products, 2 FMAs (3 with minima):
 // ceiling 80 % (73 %) of the product's peak where it shares its ports with the FMA. Minima in pairs: 8 groups take 64 products,
-// 16 FMAs, and 4 (Q2_K 8) products of pairs, a conversion, a product and an FMA more: 74 % (71 %).
+// 16 FMAs, and 4 (Q2_K 8) products of pairs, a conversion, a product and an FMA more: 74 % (71 %). Two scales: 8 products, 3 of fp32
+// and 2 conversions: 73 %; the first halves take C's registers, and C stays in L1.
 //   zmm vpdpbusd, 7 x 2: 14 int32 sums + 14 fp32 sums + 2 weights + 1 broadcast = 31 of 32 registers. On the machines measured each
 //     load costs a little (a hot 6 x 2 runs at 62 % of the peak, 7 x 2 at 65 %), so the largest tile wins.
 //   ymm: C stays in L1: 12 (or 8) int32 sums + 2 weights + 1 broadcast (+ 1 product) of 16
 template <class K, int R>
 KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, float* c, bool accumulate, Fetch fetch) {
   using Dot = typename K::Dot;
-  F32 acc[R][kPV];
+  constexpr bool in_registers = kBlocking.c_in_registers && !K::kConverts;
+  F32 acc[R][kPV];  // C, or its first halves
   // By templates and not by loops: or GCC unrolls too late to keep all sums off the stack.
   auto each = [&](auto f) KT_ALWAYS_INLINE_LAMBDA {
     for_steps<0, R * kPV>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA { f(I / kPV, I % kPV, c + I * kLanes); });
   };
-  if constexpr (kBlocking.c_in_registers)
+  if constexpr (in_registers)
     each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { acc[r][v] = zero(), prefetch_l1(p); });
   else if (!accumulate)
     each([&](int, int, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, zero()); });
@@ -416,16 +443,23 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
       F32 scale[kPV];
       KT_UNROLL for (int v = 0; v < kPV; v++) scale[v] = load(scales + v * kLanes);
       each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA {
-        const F32 isum = as_f32(Dot::end(a[r][v], start_of<K>(meta, H * R + r)));
-        const F32 t = fma(isum, set1(dx[r]), set1(ndx[r]));
-        F32 sum = fma(t, scale[v], kBlocking.c_in_registers ? acc[r][v] : load(p));
+        const I32 isum = Dot::end(a[r][v], start_of<K>(meta, H * R + r));
+        if constexpr (K::kConverts) {
+          if constexpr (H == 0)
+            acc[r][v] = mul(to_f32(isum), scale[v]);
+          else
+            store(p, fma(fma(to_f32(isum), scale[v], acc[r][v]), set1(dx[r]), load(p)));
+          return;
+        }
+        const F32 t = fma(as_f32(isum), set1(dx[r]), set1(ndx[r]));
+        F32 sum = fma(t, scale[v], in_registers ? acc[r][v] : load(p));
         if constexpr (K::kMinima > 0) sum = fma(load(minima + v * kLanes), set1(sums[H * R + r]), sum);
-        if constexpr (kBlocking.c_in_registers)
+        if constexpr (in_registers)
           acc[r][v] = sum;
         else
           store(p, sum);
       });
-      if constexpr (!kBlocking.c_in_registers) asm volatile("" ::: "memory");  // or C lives on the stack as well
+      if constexpr (!in_registers) asm volatile("" ::: "memory");  // or C lives on the stack as well
     });
     if constexpr (K::kPairs > 0) {
       if (g % 8 < 7) continue;
@@ -441,16 +475,16 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
       }
       each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA {
         const F32 t = mul(to_f32(a[r][v]), load(dmin + v * kLanes));
-        if constexpr (kBlocking.c_in_registers)
+        if constexpr (in_registers)
           acc[r][v] = fma(t, set1(ds[r]), acc[r][v]);
         else
           store(p, fma(t, set1(ds[r]), load(p)));
       });
-      if constexpr (!kBlocking.c_in_registers) asm volatile("" ::: "memory");
+      if constexpr (!in_registers) asm volatile("" ::: "memory");
       w += kPairBytes<K>, x += R * K::kTailBytes;
     }
   }
-  if constexpr (kBlocking.c_in_registers)
+  if constexpr (in_registers)
     each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, accumulate ? add(acc[r][v], load(p)) : acc[r][v]); });
 }
 
@@ -458,8 +492,7 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
 template <class D>
 struct BytePanel {
   using K = KindOf<D>;
-  // Formats with two scales have more constants to hold: a row less of sums.
-  static constexpr int kTileRows = kBlocking.int_mr - (kLanes == 16 && K::kScales == 2);
+  static constexpr int kTileRows = kBlocking.int_mr;
   static constexpr int64_t bytes(int64_t groups) { return groups * kGroupBytes<K> + groups / 8 * kPairBytes<K>; }
   // Group g of the panel, from group `group` of a record, vector v.
   KT_INLINE static void decode(const uint8_t* record, int group, int v, uint8_t* panel, int64_t g, int vector) {
@@ -524,8 +557,8 @@ KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
     plan.path = kDirect;
     plan.tiles = static_cast<int>(ceil_div(p.m, kDirectRows));
     plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? min_of<int64_t>(p.k, kDirectWhole) : min_of<int64_t>(p.packed ? kDirectKC : kPlainKC, p.k));
-    plan.block_panels = streams<KindOf<D>>(static_cast<int>(ceil_div(p.m, plan.tiles)));
-    plan.prepare_units = plan.tiles;
+    plan.block_panels = streams<KindOf<D>>(static_cast<int>(ceil_div(p.m, plan.tiles)), plan.tiles);
+    plan.prepare_units = plan.tiles * ceil_div(p.k, kPrepareKC);
     plan.compute_units = panel_count(p.n);
     const int64_t slice_bytes = p.packed ? 0 : ceil_div(plan.kc, kK) * D::kRecordBytes;
     plan.scratch_bytes = plan.block_panels * (p.m * kPanelRows * 4 + slice_bytes);
