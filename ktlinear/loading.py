@@ -16,6 +16,7 @@ from .patch import fuse_layers, set_quantizers, swap_norms
 try:
     import numpy as np
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    from huggingface_hub.errors import StrictDataclassError  # of a config's own checks
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
     # Private to transformers: which metadata make a config, and how llama.cpp has reordered rows.
@@ -124,7 +125,7 @@ def _skeleton(file: GGUFFile, architecture: str, dtype: torch.dtype) -> PreTrain
         config = AutoConfig.for_model(_MODEL_TYPES.get(architecture, architecture), **values)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, RuntimeError, StrictDataclassError, TypeError, ValueError) as error:
         raise GGUFError(f"{file.path}: its metadata make no {architecture} model: {error}") from error
 
 
