@@ -18,6 +18,15 @@ NEXT_BEST = {
     WeightType.Q4_K: WeightType.Q5_0,
     WeightType.Q5_K: WeightType.Q5_1,
     WeightType.Q6_K: WeightType.Q8_0,
+    WeightType.TQ1_0: WeightType.Q4_0,
+    WeightType.TQ2_0: WeightType.Q4_0,
+    WeightType.IQ1_S: WeightType.IQ4_NL,
+    WeightType.IQ1_M: WeightType.IQ4_NL,
+    WeightType.IQ2_XXS: WeightType.IQ4_NL,
+    WeightType.IQ2_XS: WeightType.IQ4_NL,
+    WeightType.IQ2_S: WeightType.IQ4_NL,
+    WeightType.IQ3_XXS: WeightType.IQ4_NL,
+    WeightType.IQ3_S: WeightType.IQ4_NL,
     WeightType.IQ4_XS: WeightType.IQ4_NL,
 }
 

@@ -129,8 +129,8 @@ def patch(
         weight_type: a `WeightType`, its name or its GGML id. A K-quant is mixed with better ones as llama.cpp does;
             Q4_K gives what it calls Q4_K_M: the output head is Q6_K, fused q/k/v projections Q5_K, and the value and
             down projections of half the layers Q6_K. If a type's block does not divide a module's K, the next best
-            type by llama.cpp's rule is taken (Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, Q2_K and Q3_K: Q4_0,
-            IQ4_XS: IQ4_NL), or the module is left alone.
+            type by llama.cpp's rule is taken (Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, Q2_K, Q3_K and TQ:
+            Q4_0, IQ1 to IQ3 and IQ4_XS: IQ4_NL), or the module is left alone.
         filter_fn: called with a module's qualified name and the module; False leaves it alone.
         rules: ``{pattern: type}``, as in ``{"*.down_proj": "Q6_K", "lm_head": None}``. The first pattern that matches
             a module's qualified name (`fnmatch`) decides, and None as the type leaves the module alone; what no

@@ -16,7 +16,7 @@ import ktlinear
 from ktlinear import _cpu
 from ktlinear._types import NEXT_BEST, TypeRules, fitting_type
 from ktlinear.nn import Embedding, Linear
-from ktlinear.ops import WeightType
+from ktlinear.ops import FORMATS, WeightType
 from ktlinear.patch import PatchReport, PatchRow
 
 
@@ -237,11 +237,18 @@ def test_next_best_type():
     assert fitting_type(WeightType.Q8_0, 96) is WeightType.Q8_0
     assert fitting_type(WeightType.Q8_0, 33) is None
     assert fitting_type(WeightType.F16, 33) is WeightType.F16
-    expected = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+    expected = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+    expected |= dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0")
+    iq = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS")
+    expected |= dict.fromkeys(iq, "IQ4_NL")
     assert {kind.name: best.name for kind, best in NEXT_BEST.items()} == expected
+    assert set(NEXT_BEST) == {kind for kind in WeightType if FORMATS[kind].block == 256}
     for kind, best in expected.items():
         assert fitting_type(WeightType[kind], 256) is WeightType[kind] and fitting_type(WeightType[kind], 33) is None
         assert fitting_type(WeightType[kind], 96) is WeightType[best]
+    model = Model()
+    report = ktlinear.patch(model, "IQ2_XXS")  # which needs an importance matrix itself; what it falls back to, none
+    assert row(report, "first").after == "IQ4_NL" and "IQ2_XXS does not divide K = 64" in row(report, "first").note
     model = Model()
     report = ktlinear.patch(model, "Q5_K")
     assert row(report, "first").after == "Q5_1" and "Q5_K does not divide K = 64" in row(report, "first").note
