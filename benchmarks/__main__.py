@@ -16,10 +16,12 @@ from tqdm import tqdm
 
 import ktlinear
 from ktlinear import WeightType, _cpu
+from ktlinear.bench import cases
+from ktlinear.bench.cli import listed, positive, types
+from ktlinear.bench.weights import Arena
 from ktlinear.ops import FORMATS, weight_type
 
-from . import cases, report
-from .weights import Arena
+from . import report
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1536, 576)]
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
@@ -38,30 +40,6 @@ def shape(text: str) -> tuple[int, int]:
     if n < 1 or k < 1:
         raise argparse.ArgumentTypeError(f"shape is {text!r}; expected positive numbers")
     return n, k
-
-
-def positive(text: str) -> int:
-    """A positive integer."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def listed(item: Any) -> Any:
-    """A parser of comma-separated items."""
-
-    def parse(text: str) -> list[Any]:
-        try:
-            return [item(part) for part in text.split(",")]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse
-
-
-def types(text: str) -> list[WeightType]:
-    """ "Q4_0,Q8_0" or "all"."""
-    return list(FORMATS) if text == "all" else listed(weight_type)(text)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 import ktlinear
-
-from .timing import in_turn, ratio, spread
+from ktlinear.bench.timing import in_turn, ratio, spread
 
 # The examples' own way to load, prefill and decode is what is measured.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

@@ -14,8 +14,9 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
+from ktlinear.bench.timing import spread  # noqa: E402
+
 from .report import Cell, group  # noqa: E402
-from .timing import spread  # noqa: E402
 
 COLORS = {
     "F32": "#1f77b4",

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from .timing import Spread, spread
+from ktlinear.bench.cli import spread_percent, table
+from ktlinear.bench.timing import Spread, spread
 
 CLIFF = 0.25
 """A throughput that falls by more from one M to the next larger one is flagged."""
@@ -27,22 +28,6 @@ METRICS: list[tuple[str, Callable[[Cell], float], str]] = [
     ),
     ("% of the read bandwidth", lambda c: 100 * c["of_read"], "{:.0f}"),
 ]
-
-
-def spread_percent(s: dict[str, float]) -> float:
-    """Distance of the quartiles in % of the median."""
-    return 100 * (s["q3"] - s["q1"]) / s["median"]
-
-
-def table(columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
-    """Rows of a label and right-aligned cells under `columns`."""
-    label_width = max(len(label) for label, _ in rows)
-    widths = [max(6, len(column), *(len(cells[i]) for _, cells in rows)) for i, column in enumerate(columns)]
-    lines = [("", columns), *rows]
-    return "\n".join(
-        f"  {label:<{label_width}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for label, cells in lines
-    )
 
 
 def group(cells: list[Cell], *keys: str) -> dict[tuple[Any, ...], list[Cell]]:

@@ -1,4 +1,4 @@
-"""``python -m ktlinear info | quantize``: this machine and what was built for it; a model's safetensors, quantized."""
+"""``python -m ktlinear info | quantize | bench``: this machine; a safetensors model, quantized; the speed of shapes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 import ktlinear
 from ktlinear import _cpu, _loader
+from ktlinear.bench import cli
 from ktlinear.quantize import quantize_checkpoint
 
 
@@ -96,9 +97,13 @@ def main() -> None:
         "rule that matches decides, and '*=Q4_K' puts everything in one type",
     )
     command.add_argument("--imatrix", metavar="FILE", help="an importance matrix of llama.cpp, GGUF or imatrix.dat")
+    benchmark = commands.add_parser("bench", help="measure linears of your shapes beside F.linear and the limits")
+    cli.add_arguments(benchmark)
     arguments = parser.parse_args()
     if arguments.command == "info":
         print(info())
+    elif arguments.command == "bench":
+        cli.bench(benchmark, arguments)
     else:
         quantize(arguments)
 

@@ -1,5 +1,6 @@
 """``python -m benchmarks`` runs, and its numbers are consistent with each other. Nothing here depends on a speed."""
 
+import argparse
 import json
 import math
 import subprocess
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, models, picture, report
+from benchmarks import models, picture, report
 from benchmarks.__main__ import arguments, run
-from benchmarks.timing import in_turn, ratio, spread
+from ktlinear.bench import cases, cli
+from ktlinear.bench.timing import in_turn, ratio, spread
 from ktlinear.ops import row_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -194,3 +196,25 @@ def test_models_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert [len(ax.patches) for ax in figure.axes] == [2, 3]
     picture.draw({"machine": machine, "cells": [], "models": cells}, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_of_own_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    parsed = parser.parse_args("--m 1,3 --n 96 --k 160 --types q4_0 --memory 4".split())
+    cli.bench(parser, parsed)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Q4_0, N = 96, K = 160, packed")
+    assert [line.split()[0] for line in lines[2:4]] == [
+        "1",
+        "3",
+    ]
+    assert all(float(cell) > 0 for line in lines[2:4] for cell in line.split())
+    for argv, message in (
+        ("--n 0", "'0' is not a positive integer"),
+        ("--types Q9", "weight_type is 'Q9'"),
+        ("--types Q4_K --k 160", "--k: 160 is no multiple of 256, the block of Q4_K"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.bench(parser, parser.parse_args(argv.split()))
+        assert message in capsys.readouterr().err

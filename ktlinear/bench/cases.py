@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import ktlinear
-from ktlinear import WeightType
 from ktlinear.nn import FLOAT_DTYPES
-from ktlinear.ops import FORMATS
+from ktlinear.ops import FORMATS, WeightType
 
 from . import limits
 from .timing import calls_for, in_turn, ratio, seconds, spread
@@ -81,16 +80,19 @@ def peak_of(weight_type: WeightType) -> tuple[str, Callable[[], float]]:
     return ("dot", dot) if dot else ("fma", fma)
 
 
-def linears(bench: Bench, weight_type: WeightType, shape: Shape, ms: list[int]) -> list[dict[str, Any]]:
+def linears(
+    bench: Bench, weight_type: WeightType, shape: Shape, ms: list[int], yardstick: torch.dtype | None = None
+) -> list[dict[str, Any]]:
     """One cell per M: our linear and F.linear on cold weights in turn with the limits that bound ours.
 
-    F.linear has the same dtype for float types, fp32 for quantized ones.
+    F.linear is in `yardstick`, or else in the same dtype for float types, fp32 for quantized ones.
     The roofline is max(bytes of the weight / read bandwidth, 2 M N K / peak): a lower bound of the time.
     """
     n, k = shape
     dtype = FLOAT_DTYPES.get(weight_type, torch.float32)
     bench.ours.fill(weight_type, n, k, bench.packed)
-    bench.theirs.fill(ktlinear.nn.FLOAT_TYPES[dtype], n, k, False)
+    yardstick = yardstick or dtype
+    bench.theirs.fill(ktlinear.nn.FLOAT_TYPES[yardstick], n, k, False)
     instruction, peak = peak_of(weight_type)
     read = limits.read(bench.ours.memory)
     ours, theirs = bench.ours.cycle(), bench.theirs.cycle()
@@ -102,7 +104,7 @@ def linears(bench: Bench, weight_type: WeightType, shape: Shape, ms: list[int]) 
                 "ours": batch_seconds(linear_op(weight_type, n, bench.packed), x, ours, bench.effort.batch),
                 "peak": peak,
                 "read": read,
-                "theirs": batch_seconds(F.linear, x, theirs, bench.effort.batch),
+                "theirs": batch_seconds(F.linear, x.to(yardstick), theirs, bench.effort.batch),
             },
             bench.effort.repeats,
             bench.effort.budget,
