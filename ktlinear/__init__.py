@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from . import nn, ops
+from . import linear, nn, ops
 from ._loader import available_isas, exact, isa, use_isa
 from .checkpoint import load_quantized
 from .ops import WeightType
@@ -27,6 +27,7 @@ __all__ = [
     "available_isas",
     "exact",
     "isa",
+    "linear",
     "load_quantized",
     "nn",
     "ops",
