@@ -27,7 +27,11 @@ COLORS = {
     "Q8_0": "#16a085",
 }
 GREY = "#808080"
-PANELS = (("fma", "Float weights", "GFLOP/s"), ("dot", "Quantized weights (int8 products)", "GOP/s"))
+PANELS = (
+    ("fma", "Float weights", "GFLOP/s"),
+    ("bf16", "bf16 weights and inputs", "GFLOP/s"),
+    ("dot", "Quantized weights (int8 products)", "GOP/s"),
+)
 
 
 def panel(axes: Axes, cells: list[Cell], title: str, unit: str) -> None:
@@ -67,7 +71,7 @@ def panel(axes: Axes, cells: list[Cell], title: str, unit: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlim(left, right)
-    rates = [y for *_, points in lines for _, y in points]  # bf16 has a faster instruction than the roof's on some CPUs
+    rates = [y for *_, points in lines for _, y in points]
     axes.set_ylim(min(left * read, min(rates) / 1.5), max(1.6 * peak, 1.3 * max(rates)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -143,7 +147,7 @@ def shares(cells: list[Cell], title: str) -> Figure:
 
 
 def roofline(cells: list[Cell], results: dict[str, Any]) -> Figure:
-    """A panel for float weights and one for quantized ones."""
+    """A panel for each instruction: fp32 FMAs, bf16 products where the tier has them, int8 products."""
     tier = results["machine"]["tier"]
     of_panel = [(p, [c for c in cells if (c["instruction"] == p[0])]) for p in PANELS]
     of_panel = [(p, found) for p, found in of_panel if found]

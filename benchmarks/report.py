@@ -22,7 +22,7 @@ METRICS: list[tuple[str, Callable[[Cell], float], str]] = [
     ("times F.linear's speed (same dtype; fp32 for quantized types)", lambda c: c["times_flinear"]["median"], "{:.2f}"),
     ("% of the roofline", lambda c: 100 * c["of_roofline"], "{:.0f}"),
     (
-        "% of the peak (fp32 FMA, for bf16 too; int8 dot product for quantized types)",
+        "% of the peak (fp32 FMA; products of bf16 and of int8 where the tier has them)",
         lambda c: 100 * c["of_peak"],
         "{:.0f}",
     ),
@@ -60,6 +60,7 @@ def limits_line(cells: list[Cell]) -> str:
     """The limits that these cells were compared with, and how far they drifted from cell to cell."""
     limits = [
         ("fma", [c["peak"]["median"] for c in cells if c["instruction"] == "fma"], "GFLOP/s"),
+        ("bf16", [c["peak"]["median"] for c in cells if c["instruction"] == "bf16"], "GFLOP/s"),
         ("dot", [c["peak"]["median"] for c in cells if c["instruction"] == "dot"], "GOP/s"),
         ("read", [c["read"]["median"] for c in cells], "GB/s"),
     ]

@@ -170,7 +170,7 @@ BAD = {
     "embedding dtype": ("embedding", (INT, ROWS, Q4, torch.float64), "the result has dtype float64; expected float32"),
     "embedding panels": ("embedding_packed", (INT, PANELS, 50, 64, Q4, torch.float32), r"expected \[4, 576\]"),
     # the rest
-    "limit kind": ("_limit", ("dance", 1, None), "kind is 'dance'; expected 'fma', 'dot' or 'read'"),
+    "limit kind": ("_limit", ("dance", 1, None), "kind is 'dance'; expected 'fma', 'bf16', 'dot' or 'read'"),
     "limit buffer": ("_limit", ("read", 1, None), "buffer is None; kind 'read' expects a tensor"),
     "tier": ("_use_isa", ("pdp11",), "name is 'pdp11'; compiled in are "),
 }

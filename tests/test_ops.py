@@ -666,5 +666,6 @@ def test_fake_kernels_give_what_the_kernels_give(weight_type: WeightType) -> Non
 
 def test_limits_are_positive(isa: str) -> None:
     assert kt._limit("fma", 1000, None) > 0
+    assert (kt._limit("bf16", 1000, None) > 0) == (isa == "amd_zen4")
     assert kt._limit("dot", 1000, None) >= 0
     assert kt._limit("read", 2, torch.ones(1 << 20)) == 2 * (4 << 20)

@@ -65,8 +65,8 @@ void limit(StableIValue* stack, uint64_t, uint64_t) {
   if (iterations < 1) fail("_limit", "iterations is ", iterations, "; expected 1 or more");
   const tinyblas::Limits& limits = *tier().limits;
   std::atomic<int64_t> total{0};
-  if (kind == "fma" || kind == "dot") {
-    const auto run = kind == "fma" ? limits.fma : limits.dot;
+  if (kind == "fma" || kind == "bf16" || kind == "dot") {
+    const auto run = kind == "fma" ? limits.fma : kind == "bf16" ? limits.bf16 : limits.dot;
     const int threads = pool_threads();
     split(threads, threads, false, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) total += run(iterations);
@@ -88,7 +88,7 @@ void limit(StableIValue* stack, uint64_t, uint64_t) {
       });
     }
   } else {
-    fail("_limit", "kind is '", kind, "'; expected 'fma', 'dot' or 'read'");
+    fail("_limit", "kind is '", kind, "'; expected 'fma', 'bf16', 'dot' or 'read'");
   }
   stack[0] = torch::stable::detail::from(total.load());
 }

@@ -7,18 +7,31 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 inline constexpr int kChains = kLanes == 16 ? 24 : 12;  // enough to hide four to five cycles of latency on two ports
 
-static int64_t limit_fma(int64_t iterations) {
+// One chain per sum; returns the sums' iterations.
+template <class F>
+static int64_t run_chains(int64_t iterations, F step) {
   F32 acc[kChains];  // different values, or the compiler merges the chains
   KT_UNROLL for (int i = 0; i < kChains; i++) acc[i] = set1(1.f + 0.01f * static_cast<float>(i));
-  const F32 a = set1(0.999f), b = set1(0.001f);
   for (int64_t n = 0; n < iterations; n++) {
-    KT_UNROLL for (int i = 0; i < kChains; i++) acc[i] = fma(acc[i], a, b);
+    KT_UNROLL for (int i = 0; i < kChains; i++) acc[i] = step(acc[i]);
   }
   F32 total = zero();
   KT_UNROLL for (int i = 0; i < kChains; i++) total = add(total, acc[i]);
   volatile float sink = sum(total);
   (void)sink;
-  return iterations * kChains * kLanes * 2;
+  return iterations * kChains;
+}
+static int64_t limit_fma(int64_t iterations) {
+  const F32 a = set1(0.999f), b = set1(0.001f);
+  return kLanes * 2 * run_chains(iterations, [&](F32 sum) KT_ALWAYS_INLINE_LAMBDA { return fma(sum, a, b); });
+}
+static int64_t limit_bf16(int64_t iterations) {
+#ifdef KT_HAS_BF16_DOT
+  const F32 a = as_f32(splat_i32(0x3F003F00)), b = as_f32(splat_i32(0x3A803A80));  // pairs of 0.5, of 2^-10
+  return kLanes * 4 * run_chains(iterations, [&](F32 sum) KT_ALWAYS_INLINE_LAMBDA { return dot_bf16(a, b, sum); });
+#else
+  return 0 * iterations;
+#endif
 }
 static int64_t limit_dot(int64_t iterations) {
 #ifdef KT_HAS_DOT
@@ -38,6 +51,6 @@ static int64_t limit_read(const void* p, int64_t bytes) {
 }
 
 extern const Limits limits;
-constinit const Limits limits{limit_fma, limit_dot, limit_read};
+constinit const Limits limits{limit_fma, limit_bf16, limit_dot, limit_read};
 
 }  // namespace ktlinear::tinyblas::KT_TIER

@@ -74,10 +74,11 @@ def batch_seconds(
 
 def peak_of(weight_type: WeightType) -> tuple[str, Callable[[], float]]:
     """The instruction that bounds a type's large products, and a measure of it in operations/s."""
-    dot = None if weight_type in FLOAT_DTYPES else limits.peak("dot")
-    fma = limits.peak("fma")
-    assert fma is not None
-    return ("dot", dot) if dot else ("fma", fma)
+    own = "dot" if weight_type not in FLOAT_DTYPES else "bf16" if weight_type == WeightType.BF16 else "fma"
+    for instruction in (own, "fma"):
+        if measure := limits.peak(instruction):
+            return instruction, measure
+    raise AssertionError("a tier without fp32")
 
 
 def linears(

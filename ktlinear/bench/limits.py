@@ -26,7 +26,7 @@ def _rate(kind: str, iterations: int, buffer: torch.Tensor | None = None) -> flo
 
 
 def peak(kind: str) -> Callable[[], float] | None:
-    """Return a measure of a peak in operations/s: "fma" (fp32), or "dot" (int8 products).
+    """Return a measure of a peak in operations/s: "fma" (fp32), "bf16" (products of bf16), or "dot" (int8 products).
 
     None if the tier in use has no such instruction. The measure is for the tier in use now.
     """
