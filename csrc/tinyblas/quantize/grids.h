@@ -308,6 +308,18 @@ struct GridChunk {
   }
 };
 
+// Codes of four bits, two to a byte.
+template <int BYTES>
+void put_nibbles(const uint8_t* codes, uint8_t* out) {
+  for (int j = 0; j < BYTES; j++) out[j] = static_cast<uint8_t>(codes[2 * j] | codes[2 * j + 1] << 4);
+}
+// IQ2_XXS, IQ3_XXS: a scale's code above the signs of 4 x 8 elements, seven bits each.
+inline uint32_t scale_and_signs(uint8_t scale, const uint8_t* signs) {
+  uint32_t a = static_cast<uint32_t>(scale) << 28;
+  for (int l = 0; l < 4; l++) a |= (signs[l] & 127u) << (7 * l);
+  return a;
+}
+
 template <>
 struct Quantizer<Type::IQ2_XXS> {
   using G = GridType<kGridIQ2_XXS, kSortedIQ2_XXS, kDigitsIQ2_XXS, 32, 16, Signs::kEven>;
@@ -318,12 +330,9 @@ struct Quantizer<Type::IQ2_XXS> {
       BlockIQ2_XXS block;
       block.d = c.d[i];
       for (int j = 0; j < 8; j++) {
-        uint32_t a = static_cast<uint32_t>(c.scale[i * 8 + j]) << 28;
-        for (int l = 0; l < 4; l++) {
-          const int eight = i * 32 + j * 4 + l;
-          block.qs[j * 8 + l] = static_cast<uint8_t>(c.point[eight]);
-          a |= (c.signs[eight] & 127u) << (7 * l);
-        }
+        const int eight = i * 32 + j * 4;
+        for (int l = 0; l < 4; l++) block.qs[j * 8 + l] = static_cast<uint8_t>(c.point[eight + l]);
+        const uint32_t a = scale_and_signs(c.scale[i * 8 + j], c.signs + eight);
         std::memcpy(block.qs + j * 8 + 4, &a, 4);
       }
       std::memcpy(out, &block, sizeof block);
@@ -342,8 +351,7 @@ struct Quantizer<Type::IQ2_XS> {
       block.d = c.d[i];
       for (int e = 0; e < 32; e++)
         block.qs[e] = static_cast<uint16_t>(c.point[i * 32 + e] | (c.signs[i * 32 + e] & 127) << 9);
-      for (int j = 0; j < 8; j++)
-        block.scales[j] = static_cast<uint8_t>(c.scale[i * 16 + j * 2] | c.scale[i * 16 + j * 2 + 1] << 4);
+      put_nibbles<8>(c.scale + i * 16, block.scales);
       std::memcpy(out, &block, sizeof block);
     }
   }
@@ -364,8 +372,7 @@ struct Quantizer<Type::IQ2_S> {
         block.qh[e / 4] = static_cast<uint8_t>(block.qh[e / 4] | point >> 8 << (e % 4 * 2));
         block.signs[e] = c.signs[i * 32 + e];
       }
-      for (int j = 0; j < 8; j++)
-        block.scales[j] = static_cast<uint8_t>(c.scale[i * 16 + j * 2] | c.scale[i * 16 + j * 2 + 1] << 4);
+      put_nibbles<8>(c.scale + i * 16, block.scales);
       std::memcpy(out, &block, sizeof block);
     }
   }
@@ -382,8 +389,7 @@ struct Quantizer<Type::IQ3_XXS> {
       block.d = c.d[i];
       for (int e = 0; e < 64; e++) block.qs[e] = static_cast<uint8_t>(c.point[i * 64 + e]);
       for (int j = 0; j < 8; j++) {
-        uint32_t a = static_cast<uint32_t>(c.scale[i * 8 + j]) << 28;
-        for (int l = 0; l < 4; l++) a |= (c.signs[i * 32 + j * 4 + l] & 127u) << (7 * l);
+        const uint32_t a = scale_and_signs(c.scale[i * 8 + j], c.signs + i * 32 + j * 4);
         std::memcpy(block.a + j * 4, &a, 4);
       }
       std::memcpy(out, &block, sizeof block);
@@ -406,8 +412,7 @@ struct Quantizer<Type::IQ3_S> {
         block.qh[e / 8] = static_cast<uint8_t>(block.qh[e / 8] | point >> 8 << (e % 8));
       }
       for (int e = 0; e < 32; e++) block.signs[e] = c.signs[i * 32 + e];
-      for (int j = 0; j < 4; j++)
-        block.scales[j] = static_cast<uint8_t>(c.scale[i * 8 + j * 2] | c.scale[i * 8 + j * 2 + 1] << 4);
+      put_nibbles<4>(c.scale + i * 8, block.scales);
       std::memcpy(out, &block, sizeof block);
     }
   }
