@@ -30,43 +30,22 @@ def load_cpu_table():
 cpu = load_cpu_table()
 
 ISA = os.environ.get("KTLINEAR_ISA") or "native"
-if ISA == "all":
-    BUILT = list(cpu.TIERS)
-elif ISA == "native":
-    BUILT = cpu.runnable(list(cpu.TIERS), cpu.features())[:1]
-elif ISA in cpu.TIERS:
-    BUILT = [ISA]
-else:
-    raise SystemExit(f"KTLINEAR_ISA is {ISA!r}; expected native, all, or one of: {', '.join(cpu.TIERS)}")
+try:
+    BUILT = cpu.built_tiers(ISA, cpu.TIERS)
+except ValueError as error:
+    raise SystemExit(str(error)) from None
 
 # -iquote csrc: kernels are included as "tinyblas/...", so that none of their headers hides one of the system's.
-# -ffp-contract=off: the sum of a product is fused only where a kernel says so, or tiers would differ by compiler.
-COMMON_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
-COMMON_FLAGS += ["-iquote", "csrc"]
+COMMON_FLAGS = [*cpu.COMPILE_FLAGS, "-Wall", "-Wextra", "-iquote", "csrc"]
 if os.environ.get("KTLINEAR_WERROR") == "1":
     COMMON_FLAGS.append("-Werror")
 # The oldest PyTorch whose stable ABI is used (torch/csrc/stable/version.h); one binary serves all later ones.
 OPS_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 
 
-def tier_sources(tier: str) -> dict[str, list[str]]:
-    """The tier's sources, each with the flags of the tier that it is named after."""
-    row = cpu.TIERS[tier]
-    parts = {"sgemm_": tier, "mixmul_": row.mixmul or tier} if tier != "unsupported" else {"": tier}
-    sources = {f"csrc/tinyblas/tinyblas_cpu_{part}{of}.cpp": list(cpu.TIERS[of].cflags) for part, of in parts.items()}
-    # Quantizers are vectors already; what -O3 would unroll makes them twice as large and no faster.
-    quantizer = f"csrc/tinyblas/tinyblas_cpu_quantize_{row.quantizer}.cpp"
-    return sources | {quantizer: [*cpu.TIERS[row.quantizer].cflags, "-O2"]}
-
-
 def source_flags() -> dict[str, list[str]]:
-    """Each source with the flags that only it gets, slowest to compile first.
-
-    Nothing but a tier's own files sees its -m flags: an inline function compiled with them elsewhere could be picked by
-    the linker for every tier. tiers.cpp is what selects the tier of a single-tier build, by these very flags.
-    """
-    flags = {source: own for tier in BUILT for source, own in tier_sources(tier).items()}
-    flags["csrc/tinyblas/tiers.cpp"] = ["-DKT_ALL_TIERS"] if ISA == "all" else list(cpu.TIERS[BUILT[0]].cflags)
+    """Each source with the flags that only it gets, slowest to compile first."""
+    flags = {f"csrc/tinyblas/{source}": own for source, own in cpu.kernel_flags(ISA, cpu.TIERS).items()}
     for source in sorted((ROOT / "csrc" / "ops").glob("*.cpp")):
         flags[source.relative_to(ROOT).as_posix()] = OPS_FLAGS
     return flags

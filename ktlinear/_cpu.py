@@ -95,3 +95,37 @@ def missing(tier: str, have: frozenset[str]) -> list[str]:
 def runnable(tiers: list[str] | tuple[str, ...], have: frozenset[str]) -> list[str]:
     """Those of `tiers` that a CPU with these features can execute, best first."""
     return [name for name in TIERS if name in tiers and not missing(name, have)]
+
+
+COMPILE_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden")
+"""What every source is compiled with. Without -ffp-contract=off tiers would differ by compiler: the sum of a product is
+fused only where a kernel says so."""
+
+
+def built_tiers(isa: str, tiers: dict[str, Tier]) -> list[str]:
+    """Those of `tiers` that a build with ``KTLINEAR_ISA=isa`` holds, best first. ValueError if it names none."""
+    if isa == "all":
+        return list(tiers)
+    if isa == "native":
+        return runnable(list(tiers), features())[:1]
+    if isa in tiers:
+        return [isa]
+    raise ValueError(f"KTLINEAR_ISA is {isa!r}; expected native, all, or one of: {', '.join(tiers)}")
+
+
+def kernel_flags(isa: str, tiers: dict[str, Tier]) -> dict[str, list[str]]:
+    """The kernels' sources (in csrc/tinyblas), each with the flags that only it gets, slowest to compile first.
+
+    Nothing but a tier's own files sees its -m flags: an inline function compiled with them elsewhere could be picked by
+    the linker for every tier. tiers.cpp is what selects the tier of a single-tier build, by these very flags.
+    """
+    built = built_tiers(isa, tiers)
+    flags: dict[str, list[str]] = {}
+    for tier in built:
+        row = tiers[tier]
+        parts = {"sgemm_": tier, "mixmul_": row.mixmul or tier} if tier != "unsupported" else {"": tier}
+        flags |= {f"tinyblas_cpu_{part}{of}.cpp": list(tiers[of].cflags) for part, of in parts.items()}
+        # Quantizers are vectors already; what -O3 would unroll makes them twice as large and no faster.
+        flags[f"tinyblas_cpu_quantize_{row.quantizer}.cpp"] = [*tiers[row.quantizer].cflags, "-O2"]
+    flags["tiers.cpp"] = ["-DKT_ALL_TIERS"] if isa == "all" else list(tiers[built[0]].cflags)
+    return flags
