@@ -76,9 +76,9 @@ using Quantize = void(Type, const float* row, int64_t k, const float* importance
 
 // What the machine can do with this tier's own instructions; run by the benchmarks on every thread at once.
 struct Limits {
-  int64_t (*fma)(int64_t iterations);  // runs, returns the floating-point operations done
+  int64_t (*fma)(int64_t iterations);   // runs, returns the floating-point operations done
   int64_t (*bf16)(int64_t iterations);  // the same for bf16 products summed in fp32 (0: no instruction for them)
-  int64_t (*dot)(int64_t iterations);  // runs the tier's int8 dot product (0: it has none), returns operations
+  int64_t (*dot)(int64_t iterations);   // runs the tier's int8 dot product (0: it has none), returns operations
   int64_t (*read)(const void* p, int64_t bytes);  // reads once in order, returns a value that depends on the data
 };
 
