@@ -187,6 +187,18 @@ def test_bad_argument(name: str) -> None:
             assert after.is_quantized or torch.equal(before.nan_to_num(7.0), after.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("t", WeightType)
+def test_every_type_refuses_an_unfit_importance(t: WeightType, dtype: torch.dtype) -> None:
+    weight = torch.ones(5, 256, dtype=dtype)
+    for value in (float("nan"), float("inf"), -1.0):
+        importance = torch.ones(256)
+        importance[200] = value
+        with pytest.raises(RuntimeError, match="^kt::quantize: importance holds NaN, infinity or a negative value"):
+            kt.quantize(weight, t, importance)
+    kt.quantize(weight, t, torch.ones(256))
+
+
 @pytest.mark.parametrize("index", (-1, 20, 2**40))
 def test_index_out_of_range(index: int) -> None:
     message = rf"indices holds {index}; expected 0 <= index < 20"

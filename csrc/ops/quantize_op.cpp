@@ -122,6 +122,12 @@ void quantize(StableIValue* stack, uint64_t, uint64_t) {
   split_bytes(n, in_row, [&](int64_t begin, int64_t end) {
     std::vector<float> wide, weights;
     for (int64_t row = begin; row < end; ++row) {
+      // Before float types part, which ignore the values: an unfit one is an error whatever the type.
+      if (importance.data != nullptr && (row == begin || importance.row_stride != 0) &&
+          !scale_importance(importance.data + row * importance.row_stride, k, weights)) {
+        unfit_importance = row;
+        return;
+      }
       const char* from = in + row * in_row;
       if (f.type == in_type) {
         std::memcpy(to + row * out_row, from, static_cast<size_t>(in_row));
@@ -141,11 +147,6 @@ void quantize(StableIValue* stack, uint64_t, uint64_t) {
       for (int64_t i = 0; i < k; ++i) fits &= std::fabs(x[i]) <= kLargestWeight;  // false for NaN
       if (!fits) {
         unfit_weight = row;
-        return;
-      }
-      if (importance.data != nullptr && (row == begin || importance.row_stride != 0) &&
-          !scale_importance(importance.data + row * importance.row_stride, k, weights)) {
-        unfit_importance = row;
         return;
       }
       quantize_row(f.type, x, k, importance.data == nullptr ? nullptr : weights.data(), to + row * out_row);
