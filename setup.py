@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
@@ -28,10 +29,12 @@ def load_cpu_table():
 
 
 cpu = load_cpu_table()
+# The target's, which is not the machine's in a cross build (where _PYTHON_HOST_PLATFORM says linux-aarch64).
+TIERS = cpu.tiers_of(sysconfig.get_platform().rpartition("-")[2])
 
 ISA = os.environ.get("KTLINEAR_ISA") or "native"
 try:
-    BUILT = cpu.built_tiers(ISA, cpu.TIERS)
+    BUILT = cpu.built_tiers(ISA, TIERS)
 except ValueError as error:
     raise SystemExit(str(error)) from None
 
@@ -45,7 +48,7 @@ OPS_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 
 def source_flags() -> dict[str, list[str]]:
     """Each source with the flags that only it gets, slowest to compile first."""
-    flags = {f"csrc/tinyblas/{source}": own for source, own in cpu.kernel_flags(ISA, cpu.TIERS).items()}
+    flags = {f"csrc/tinyblas/{source}": own for source, own in cpu.kernel_flags(ISA, TIERS).items()}
     for source in sorted((ROOT / "csrc" / "ops").glob("*.cpp")):
         flags[source.relative_to(ROOT).as_posix()] = OPS_FLAGS
     return flags

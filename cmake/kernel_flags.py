@@ -1,6 +1,6 @@
 """Print the kernels' sources with their compiler flags, a line each, separated by semicolons, for CMakeLists.txt.
 
-The first line holds the flags of all. Usage: ``python cmake/kernel_flags.py ISA``
+The first line holds the flags of all. Usage: ``python cmake/kernel_flags.py ISA PROCESSOR``
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ktlinear"))  # 
 import _cpu  # noqa: E402
 
 try:
-    kernels = _cpu.kernel_flags(sys.argv[1], _cpu.TIERS)
+    kernels = _cpu.kernel_flags(sys.argv[1], _cpu.tiers_of(sys.argv[2]))
 except ValueError as error:
     raise SystemExit(str(error)) from None
 print(";".join(_cpu.COMPILE_FLAGS))

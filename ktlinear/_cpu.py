@@ -6,8 +6,10 @@ but the standard library.
 
 from __future__ import annotations
 
+import array
 import os
 import platform
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -49,16 +51,48 @@ _X86_TIERS = {
     "amd_fma": Tier(("avx", "fma", "f16c"), ("-mavx", "-mfma", "-mf16c"), "amd_avx"),
     "amd_avx": Tier(("avx",), ("-mavx",), "amd_avx"),
 }
-_PORTABLE_TIER = {"unsupported": Tier((), (), "unsupported")}
+# By features and not by version: A64FX is ARMv8.2 and has no dot products. GCC 12 wants a version all the same, and may
+# use what that stands for.
+_ARM82 = ("asimd", "crc32", "atomics", "asimdrdm", "fphp", "asimdhp", "asimddp")
+_ARM_TIERS = {
+    "arm86": Tier((*_ARM82, "i8mm"), ("-march=armv8.2-a+fp16+dotprod+i8mm",), "unsupported"),
+    "arm82": Tier(_ARM82, ("-march=armv8.2-a+fp16+dotprod",), "unsupported"),
+    "arm80": Tier(("asimd",), ("-march=armv8-a",), "unsupported"),
+}
+_PORTABLE_TIER = {"unsupported": Tier((), ("-DKT_PORTABLE",), "unsupported")}
+_ALL_TIERS = {**_X86_TIERS, **_ARM_TIERS, **_PORTABLE_TIER}
+
+
+def tiers_of(machine: str) -> dict[str, Tier]:
+    """Name -> tier, of an architecture as ``platform.machine()`` names it, best first."""
+    machine = machine.lower()
+    if machine in ("x86_64", "amd64"):
+        return {**_X86_TIERS, **_PORTABLE_TIER}
+    return {**(_ARM_TIERS if machine in ("aarch64", "arm64") else {}), **_PORTABLE_TIER}
+
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
-TIERS: dict[str, Tier] = {**(_X86_TIERS if IS_X86 else {}), **_PORTABLE_TIER}
+TIERS: dict[str, Tier] = tiers_of(platform.machine())
 """Name -> tier, of this machine's architecture, best first."""
+
+# Arm's bits of AT_HWCAP and AT_HWCAP2 that the table asks for (arch/arm64/include/uapi/asm/hwcap.h).
+_HWCAP = {"asimd": 1, "crc32": 7, "atomics": 8, "fphp": 9, "asimdhp": 10, "asimdrdm": 12, "asimddp": 20}
+_HWCAP2 = {"i8mm": 13}
+
+
+def features_of_hwcap(hwcap: int, hwcap2: int) -> frozenset[str]:
+    """The features of an Arm CPU, of those that the table asks for, from what ``getauxval`` returns."""
+    return frozenset(
+        name for bits, names in ((hwcap, _HWCAP), (hwcap2, _HWCAP2)) for name, i in names.items() if bits >> i & 1
+    )
 
 
 def features() -> frozenset[str]:
-    """The CPU's instruction-set features, as Linux names them; empty where there is no ``/proc/cpuinfo``.
+    """The CPU's instruction-set features, as Linux names them; empty on another system.
+
+    On Arm they come from the kernel's capability bits and are only those that the table asks for; else from
+    ``/proc/cpuinfo``.
 
     The environment variable ``KTLINEAR_CPU_FEATURES`` (names separated by spaces or commas) takes their place. It is
     for tests: a feature claimed but missing ends the process with an illegal instruction.
@@ -66,7 +100,18 @@ def features() -> frozenset[str]:
     override = os.environ.get("KTLINEAR_CPU_FEATURES")
     if override is not None:
         return frozenset(override.replace(",", " ").split())
+    if "arm80" in TIERS and (hwcap := _auxiliary(16)):
+        return features_of_hwcap(hwcap, _auxiliary(26))
     return frozenset((_cpuinfo("flags") or _cpuinfo("Features")).split())
+
+
+def _auxiliary(kind: int) -> int:
+    """The entry of the process's auxiliary vector with this number (AT_HWCAP is 16, AT_HWCAP2 26), or 0."""
+    try:
+        entries = iter(array.array("L", Path("/proc/self/auxv").read_bytes()))
+    except (OSError, ValueError):
+        return 0
+    return dict(zip(entries, entries, strict=False)).get(kind, 0)
 
 
 def model() -> str:
@@ -89,12 +134,12 @@ def _cpuinfo(field: str) -> str:
 
 def missing(tier: str, have: frozenset[str]) -> list[str]:
     """The features of `tier` that are not in `have`, in the table's order."""
-    return [name for name in TIERS[tier].features if name not in have]
+    return [name for name in _ALL_TIERS[tier].features if name not in have]
 
 
 def runnable(tiers: list[str] | tuple[str, ...], have: frozenset[str]) -> list[str]:
     """Those of `tiers` that a CPU with these features can execute, best first."""
-    return [name for name in TIERS if name in tiers and not missing(name, have)]
+    return [name for name in _ALL_TIERS if name in tiers and not missing(name, have)]
 
 
 COMPILE_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden")

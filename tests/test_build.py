@@ -73,16 +73,33 @@ def test_unknown_tier_lists_the_known_ones(tree: Path) -> None:
 
 def test_every_tier_has_its_sources() -> None:
     names = {path.name for path in (ROOT / "csrc" / "tinyblas").glob("tinyblas_cpu_*.cpp")}
-    expected = {f"tinyblas_cpu_sgemm_{tier}.cpp" for tier in _cpu.TIERS if tier != "unsupported"}
-    expected |= {
-        f"tinyblas_cpu_mixmul_{t.mixmul or tier}.cpp" for tier, t in _cpu.TIERS.items() if tier != "unsupported"
-    }
-    expected |= {f"tinyblas_cpu_quantize_{tier.quantizer}.cpp" for tier in _cpu.TIERS.values()}
-    for name, tier in _cpu.TIERS.items():  # a tier's code must not ask for more than the tier
-        assert set(_cpu.TIERS[tier.quantizer].features) <= set(tier.features), name
-    if not _cpu.IS_X86:
-        pytest.skip("the files on the disk are x86's, this machine's tiers are not")
-    assert names == expected | {"tinyblas_cpu_unsupported.cpp"}
+    expected = {"tinyblas_cpu_unsupported.cpp"}
+    for machine in ("x86_64", "aarch64"):
+        tiers = _cpu.tiers_of(machine)
+        for name, tier in tiers.items():
+            expected.add(f"tinyblas_cpu_quantize_{tier.quantizer}.cpp")
+            if name != "unsupported":
+                expected |= {f"tinyblas_cpu_sgemm_{name}.cpp", f"tinyblas_cpu_mixmul_{tier.mixmul or name}.cpp"}
+            # A tier's code must not ask for more than the tier.
+            assert set(tiers[tier.quantizer].features) <= set(tier.features), name
+    assert names == expected
+
+
+# AT_HWCAP and AT_HWCAP2 as qemu-aarch64 gives them for Cortex-A57, Cortex-A76, A64FX (no asimddp) and all it knows.
+@pytest.mark.parametrize(
+    ("hwcap", "hwcap2", "best"),
+    ((0x8FB, 0, "arm80"), (0x119FFB, 0, "arm82"), (0x415FFB, 0, "arm80"), (0xECFFFFFB, 0x7F877FFF, "arm86")),
+)
+def test_arm_tiers_are_chosen_by_capability_bits(hwcap: int, hwcap2: int, best: str) -> None:
+    tiers = list(_cpu.tiers_of("aarch64"))
+    assert _cpu.runnable(tiers, _cpu.features_of_hwcap(hwcap, hwcap2))[0] == best
+    assert _cpu.runnable(tiers, frozenset()) == ["unsupported"]
+
+
+def test_tiers_of_other_architectures() -> None:
+    assert list(_cpu.tiers_of("arm64")) == ["arm86", "arm82", "arm80", "unsupported"]
+    assert list(_cpu.tiers_of("AMD64"))[-2:] == ["amd_avx", "unsupported"]
+    assert list(_cpu.tiers_of("riscv64")) == ["unsupported"]
 
 
 def test_only_stable_symbols() -> None:

@@ -1,4 +1,5 @@
-// Block sizes and switch points, one row per tier, filled from measurements (`python -m benchmarks`).
+// Block sizes and switch points, one row per tier, filled from measurements (`python -m benchmarks`); Arm's
+// by counting registers, for want of a machine.
 #pragma once
 
 #include "scalar.h"
@@ -24,6 +25,10 @@ struct Blocking {
 inline constexpr Blocking kBlockings[] = {
     // tier           mr nv   kc  bp  dot_mr max   imr ip   ikc ibp  c_in_regs direct
     {"unsupported", 4, 2, 256, 4, 3, 4, 0, 0, 0, 0, false, 0},
+    // 32 registers of four lanes: 8 x 12 sums; int8, 6 x 16 sums, and one row less where a product takes three instructions
+    {"arm80", 8, 3, 256, 4, 3, 8, 5, 1, 512, 4, false, 4},
+    {"arm82", 8, 3, 256, 4, 3, 8, 6, 1, 512, 4, false, 4},
+    {"arm86", 8, 3, 256, 4, 3, 8, 6, 1, 512, 4, false, 4},
     {"amd_avx", 4, 2, 256, 4, 3, 8, 0, 0, 0, 0, false, 0},
     {"amd_fma", 6, 2, 384, 4, 3, 8, 0, 0, 0, 0, false, 0},
     {"amd_avx2", 6, 2, 384, 4, 3, 8, 6, 1, 1024, 4, false, 4},

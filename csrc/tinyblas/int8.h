@@ -72,13 +72,14 @@ KT_INLINE F32 minimum_of(const uint8_t* record, int group, int i, int v, F32 sca
   return kRecentred<D> ? fma(set1(static_cast<float>(kRecentred<D>)), scale, minimum) : minimum;
 }
 
-// The view of a format that the kernels here take.
+// The view of a format that the kernels here take. Folded, a format with minima has two of them but one scale in a group: only pairs
+// can take them.
 template <class D>
 struct IntegerView {
   using type = D;
 };
 template <class D>
-  requires(Dot::kAllBytes && requires { typename D::Folded; })
+  requires(Dot::kAllBytes && requires { typename D::Folded; } && (Dot::kPairs || !D::kHasMinimum))
 struct IntegerView<D> {
   using type = typename D::Folded;
 };
@@ -227,9 +228,10 @@ static_assert(kPrepareKC % kPlainKC == 0 && kPrepareKC % kDirectKC == 0);
 // as many where they are converted): at most 24 of 32 registers. Eight streams are no faster at M = 1 on large matrices, and slower on
 // 576 x 576, where a thread has 18 panels in all. Eight rows that share W in L1 with another tile take one panel: it is the registers
 // that count there (M = 16: 3 to 8 % faster). Two are faster with ymm (Q4_K 49 GB/s instead of 35); where x is int16, three rows
-// leave room for one (Q8_0, M = 4: 540 us instead of 740).
+// leave room for one (Q8_0, M = 4: 540 us instead of 740). With four lanes a panel is four vectors: two streams of two rows are 16 sums.
 template <class K>
 constexpr int streams(int rows, int tiles) {
+  if (kLanes == 4) return rows <= 2 ? 2 : 1;
   if (kLanes == 8) return rows > 2 && K::kXBytes > 32 ? 1 : 2;
   if (rows == kDirectRows && (tiles > 1 || K::kConverts)) return 1;
   return rows <= 4 ? 4 : 2;

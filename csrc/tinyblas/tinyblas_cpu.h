@@ -14,7 +14,8 @@
   extern const Limits limits;          \
   extern Quantize quantize;            \
   }
-// Quantizers are compiled once per vector width, for the first tier that has it (ktlinear/_cpu.py: quantizer).
+// Quantizers are compiled once per vector width, for the first tier that has it (ktlinear/_cpu.py: quantizer). `unsupported` has four
+// lanes, as NEON.
 #define KT_TIER_ROW(name, quantizer) KT_TIER_ROW_WITH(name, name, quantizer)
 // A tier whose kernels for quantized weights are another's (ktlinear/_cpu.py: mixmul).
 #define KT_TIER_ROW_WITH(name, other, quantizer) \
@@ -31,6 +32,10 @@ KT_DECLARE_TIER(amd_avxvnni)
 KT_DECLARE_TIER(amd_avx512f)
 KT_DECLARE_TIER(amd_avx512vnni)
 KT_DECLARE_TIER(amd_zen4)
+#elif defined(__aarch64__)
+KT_DECLARE_TIER(arm80)
+KT_DECLARE_TIER(arm82)
+KT_DECLARE_TIER(arm86)
 #endif
 
 namespace ktlinear::tinyblas {
@@ -42,6 +47,10 @@ namespace ktlinear::tinyblas {
   KT_ZEN4_ROW, KT_TIER_ROW(amd_avx512vnni, amd_avx512f), KT_TIER_ROW(amd_avx512f, amd_avx512f),         \
       KT_TIER_ROW(amd_avxvnni, amd_avx), KT_TIER_ROW(amd_avx2, amd_avx), KT_TIER_ROW(amd_fma, amd_avx), \
       KT_TIER_ROW(amd_avx, amd_avx), KT_TIER_ROW(unsupported, unsupported)
+#elif defined(__aarch64__)
+#define KT_TIERS                                                                                     \
+  KT_TIER_ROW(arm86, unsupported), KT_TIER_ROW(arm82, unsupported), KT_TIER_ROW(arm80, unsupported), \
+      KT_TIER_ROW(unsupported, unsupported)
 #else
 #define KT_TIERS KT_TIER_ROW(unsupported, unsupported)
 #endif
@@ -63,6 +72,14 @@ namespace ktlinear::tinyblas {
 #define KT_TIERS KT_TIER_ROW(amd_fma, amd_avx)
 #elif defined(__AVX__)
 #define KT_TIERS KT_TIER_ROW(amd_avx, amd_avx)
+#elif defined(__aarch64__) && !defined(KT_PORTABLE)  // every compiler has NEON on, so `unsupported` has to ask
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define KT_TIERS KT_TIER_ROW(arm86, unsupported)
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define KT_TIERS KT_TIER_ROW(arm82, unsupported)
+#else
+#define KT_TIERS KT_TIER_ROW(arm80, unsupported)
+#endif
 #else
 #define KT_TIERS KT_TIER_ROW(unsupported, unsupported)
 #endif

@@ -1,0 +1,4 @@
+#define KT_TIER arm80
+#include "simd/arm80_dot.h"
+
+#include "mixmul.h"
