@@ -1,10 +1,14 @@
 """llama.cpp's importance matrices: for each weight [N, K], how much each of its K inputs matters.
 
-A number is the mean square of that input over some text (``llama-imatrix``). Two kinds of file are read:
+A number is the mean square of that input over some text. `collect` computes them and `save` writes them to a file for
+``python -m ktlinear quantize --imatrix FILE``, which reads llama.cpp's (``llama-imatrix``) as well. Of files there are
+two kinds:
 
 - GGUF: tensors ``NAME.in_sum2`` [K], the sums of the squares, and ``NAME.counts`` [1], of how many.
 - the older ``imatrix.dat``, little-endian: i32 entries; for each an i32 length and the name, i32 calls, i32 K and
   K floats, the mean squares times the calls; more may follow.
+
+`save` writes the first.
 
 Source: llama.cpp, tools/imatrix and tools/quantize.
 """
@@ -13,16 +17,119 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from .gguf import GGUFFile
 
-__all__ = ["for_names", "read"]
+__all__ = ["collect", "for_names", "read", "save"]
 
 _MAX_NAME = 4096
+
+
+@torch.no_grad()
+def collect(model: nn.Module, batches: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """The importances of the linear layers of `model` on some text: the mean squares of their inputs.
+
+    The model runs once on each batch. Some thousand tokens of text like that which it is meant for are enough, in
+    batches without padding, whose tokens would count like any other. A quantized model (`ktlinear.patch`, `from_gguf`)
+    will do if the float one is too large.
+
+    Args:
+        model: any module; its ``nn.Linear`` layers, `ktlinear.nn.Linear` among them, are watched. It is run in the mode
+            it is in: call ``model.eval()`` before.
+        batches: what to call the model with: a mapping is passed as keyword arguments, as a tokenizer makes it, a tuple
+            or list as positional ones, and anything else as the only one.
+
+    Returns:
+        fp32 [K] by the name of the weight, as in ``model.layers.0.mlp.up_proj.weight``; under each of its names if it
+        is tied. Layers that were not called have none.
+
+    Raises:
+        TypeError: `model` is not an ``nn.Module``.
+        ValueError: no layer was called, or a layer's input held NaN or infinity; the message names it.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    names: dict[int, list[str]] = {}  # the id of a weight -> its names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        prefix, dot, attribute = name.rpartition(".")
+        if attribute in ("weight", "qweight"):
+            names.setdefault(id(parameter), []).append(f"{prefix}{dot}weight")
+    sums: dict[int, torch.Tensor] = {}
+    counts: dict[int, int] = {}
+
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        x = x.reshape(-1, x.shape[-1])
+        weight = id(module._parameters.get("qweight", module._parameters.get("weight")))
+        sums[weight] = sums.get(weight, torch.zeros((), dtype=torch.float64)) + x.double().square().sum(0)
+        counts[weight] = counts.get(weight, 0) + len(x)
+
+    handles = [
+        module.register_forward_pre_hook(watch, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    ]
+    try:
+        for batch in batches:
+            if isinstance(batch, Mapping):
+                model(**batch)
+            else:
+                model(*batch if isinstance(batch, (tuple, list)) else (batch,))
+    finally:
+        for handle in handles:
+            handle.remove()
+    entries = {
+        name: (total / counts[weight]).float()
+        for weight, total in sums.items()
+        if counts[weight]
+        for name in names.get(weight, ())
+    }
+    for name, values in entries.items():
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(f"{name}: the inputs of its layer hold NaN, infinity or numbers too large to square")
+    if not entries:
+        raise ValueError("no linear layer of the model was called with an input; expected batches that reach one")
+    return entries
+
+
+def save(path: str | os.PathLike[str], entries: Mapping[str, torch.Tensor]) -> None:
+    """Write importances, as `collect` returns them, to a GGUF file that `read` reads.
+
+    Args:
+        path: the file; one that is there is replaced.
+        entries: [K] by the name of the weight, finite and not negative.
+
+    Raises:
+        ValueError: `entries` is empty, or one of them does not fit; the message names it.
+        ImportError: the package gguf is missing.
+        OSError: the file cannot be written.
+    """
+    try:
+        from gguf import GGUFWriter
+    except ImportError as error:
+        raise ImportError(f"ktlinear.imatrix.save needs the package gguf: {error}") from error
+    if not entries:
+        raise ValueError("entries is empty; expected at least one importance, as collect returns them")
+    for name, values in entries.items():
+        if values.dim() != 1 or not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
+            raise ValueError(
+                f"entries: {name!r} has shape {list(values.shape)}; expected [K] of finite numbers, none negative"
+            )
+    writer = GGUFWriter(os.fspath(path), "imatrix")
+    writer.add_type("imatrix")
+    for name, values in entries.items():
+        writer.add_tensor(f"{name}.in_sum2", values.float().numpy())
+        writer.add_tensor(f"{name}.counts", torch.ones(1).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
