@@ -48,7 +48,7 @@ KT_NOINLINE void tile_pairs(const uint8_t* x, const uint8_t* w, int64_t groups, 
   alignas(64) int32_t totals[R * width];    // of the parts so far
   // Where the sums of groups go.
   float* const out = SUB_SCALES ? block : c;
-  auto clear = [&] KT_ALWAYS_INLINE_LAMBDA {
+  auto clear = [&]() KT_ALWAYS_INLINE_LAMBDA {
     KT_UNROLL for (int i = 0; i < R * kPV; i++) {
       if constexpr (in_registers)
         acc[i / kPV][i % kPV] = zero();

@@ -41,7 +41,7 @@ KT_NOINLINE void pack_records(const uint8_t* rows, int64_t ldw, int valid, int64
     if constexpr (requires { D::pack(OneRow{block, 0}, record, index); }) {
       if (valid == kPanelRows && b < known) {
         KT_UNROLL for (int v = 0; v < kPanelRows / kLanes; v++) {
-          if (block_bytes >= 64 || index % (64 / block_bytes) == 0)
+          if (index % (64 / min_of<int64_t>(block_bytes, 64)) == 0)
             KT_UNROLL for (int r = 0; r < kLanes; r++) fetch(block + (v * kLanes + r) * ldw);
           D::pack(VectorOfRows{block + v * kLanes * ldw, ldw, v}, record, index);
         }

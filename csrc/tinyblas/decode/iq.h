@@ -275,7 +275,8 @@ struct SignWords {
 // Per group: four index bytes and a word of signs.
 struct IQ2_XXS : IQ2<IQ2_XXS, 1> {
   static constexpr int kBlockBytes = sizeof(BlockIQ2_XXS);
-  static constexpr auto &kGrid = kIQ2_XXS, &kDigits = kDigitsOfIQ2_XXS;
+  static constexpr auto& kGrid = kIQ2_XXS;
+  static constexpr auto& kDigits = kDigitsOfIQ2_XXS;
   using Words = SignWords<6, 8>;
 
   KT_INLINE static uint32_t index(const uint8_t* block, int i) { return block[2 + i / 4 * 8 + i % 4]; }
@@ -290,7 +291,8 @@ struct IQ2_XXS : IQ2<IQ2_XXS, 1> {
 // Per eight elements 9 bits of index and a 7-bit sign index; a 4-bit scale per 16.
 struct IQ2_XS : IQ2<IQ2_XS, 2> {
   static constexpr int kBlockBytes = sizeof(BlockIQ2_XS);
-  static constexpr auto &kGrid = kIQ2_XS, &kDigits = kDigitsOfIQ2_XS;
+  static constexpr auto& kGrid = kIQ2_XS;
+  static constexpr auto& kDigits = kDigitsOfIQ2_XS;
 
   KT_INLINE static uint32_t index(const uint8_t* block, int i) { return load_as<uint16_t>(block + 2 + i * 2) & 511; }
   KT_INLINE static uint32_t signs(const uint8_t* block, int i) { return kEvenSigns.signs[block[3 + i * 2] >> 1]; }
@@ -307,7 +309,8 @@ struct IQ2_XS : IQ2<IQ2_XS, 2> {
 // 32 low bytes of indices, 32 of signs, 8 with two high index bits for each eight elements, 8 with a scale per 16.
 struct IQ2_S : IQ2<IQ2_S, 2> {
   static constexpr int kBlockBytes = sizeof(BlockIQ2_S);
-  static constexpr auto &kGrid = kIQ2_S, &kDigits = kDigitsOfIQ2_S;
+  static constexpr auto& kGrid = kIQ2_S;
+  static constexpr auto& kDigits = kDigitsOfIQ2_S;
 
   KT_INLINE static uint32_t index(const uint8_t* block, int i) {
     return block[2 + i] | (block[66 + i / 4] >> (i % 4 * 2) & 3u) << 8;
@@ -383,7 +386,8 @@ struct IQ3 : Expanded<256, 1, 0, OFFSET, 2 * OFFSET, 1> {
 // 64 index bytes, then a word of signs for each group. Scale d * (0.5 + s) / 2.
 struct IQ3_XXS : IQ3<IQ3_XXS, 62> {
   static constexpr int kBlockBytes = sizeof(BlockIQ3_XXS);
-  static constexpr auto &kGrid = kIQ3_XXS, &kDigits = kDigitsOfIQ3_XXS;
+  static constexpr auto& kGrid = kIQ3_XXS;
+  static constexpr auto& kDigits = kDigitsOfIQ3_XXS;
   static constexpr auto& kCodes = kCodesIQ3_XXS;
   static constexpr float kStep = 0.5f;
   using Words = SignWords<66, 4>;
@@ -401,7 +405,8 @@ struct IQ3_XXS : IQ3<IQ3_XXS, 62> {
 // Scale d * (1 + 2s).
 struct IQ3_S : IQ3<IQ3_S, 15> {
   static constexpr int kBlockBytes = sizeof(BlockIQ3_S);
-  static constexpr auto &kGrid = kIQ3_S, &kDigits = kDigitsOfIQ3_S;
+  static constexpr auto& kGrid = kIQ3_S;
+  static constexpr auto& kDigits = kDigitsOfIQ3_S;
   static constexpr auto& kCodes = kCodesIQ3_S;
   static constexpr float kStep = 2.f;
 

@@ -27,16 +27,14 @@ consteval SortedGrid<HALVES, N> sort_grid(const uint16_t (&points)[N]) {
     return value;
   };
   SortedGrid<HALVES, N> grid{};
-  uint16_t count = 0;
-  for (uint32_t h = 0; h < HALVES; h++) {
-    grid.begin[h] = count;
-    for (uint16_t i = 0; i < N; i++)
-      if (half(points[i] >> 8) == h) {
-        grid.low[count] = static_cast<uint8_t>(half(points[i] & 255));
-        grid.index[count++] = i;
-      }
+  uint16_t next[HALVES] = {};
+  for (uint16_t point : points) grid.begin[half(point >> 8) + 1]++;
+  for (int h = 0; h < HALVES; h++) next[h] = grid.begin[h], grid.begin[h + 1] += grid.begin[h];
+  for (uint16_t i = 0; i < N; i++) {
+    const uint16_t at = next[half(points[i] >> 8)]++;
+    grid.low[at] = static_cast<uint8_t>(half(points[i] & 255));
+    grid.index[at] = i;
   }
-  grid.begin[HALVES] = count;
   return grid;
 }
 inline constexpr auto kSortedIQ2_XXS = sort_grid<81, 3>(kGridIQ2_XXS);

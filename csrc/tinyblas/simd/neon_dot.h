@@ -19,6 +19,7 @@ struct Dot {
   }
   KT_INLINE static I32 begin(const void* start) { return splat_i32(load_as<int32_t>(start)); }
   KT_INLINE static I32 end(I32 acc, const void*) { return acc; }
+  KT_INLINE static I32 widen(I32 acc) { return acc; }  // sums are int32 already
   template <int PV>
   KT_INLINE static void row(I32 (&acc)[PV], const I32 (&w)[PV], const void* x) {
     const I32 b = vld1q_dup_s32(static_cast<const int32_t*>(x));

@@ -35,6 +35,7 @@ struct Dot {
   }
   KT_INLINE static I32 begin(const void* init) { return splat_i32(load_as<int32_t>(init)); }
   KT_INLINE static I32 end(I32 acc, const void*) { return acc; }
+  KT_INLINE static I32 widen(I32 acc) { return acc; }  // sums are int32 already
   KT_INLINE static void step(I32 (&acc)[1], const I32 (&w)[1], const void* x) { acc[0] = dot(acc[0], w[0], x); }
   KT_INLINE static void row(I32 (&acc)[2], const I32 (&w)[2], const void* x) { KT_DOT_ROW("vpdpbusd"); }
   KT_INLINE static I32 pairs(I32 acc, I32 w, const void* x) { return dot_pairs(acc, w, x); }
