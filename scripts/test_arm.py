@@ -11,7 +11,6 @@ The cross compiler and the emulator are installed with apt-get if they are missi
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,9 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "ktlinear"))  # the package itself needs PyTorch
+sys.path[:0] = [str(ROOT / "ktlinear"), str(ROOT / "tests")]  # the package itself needs PyTorch
 
 import _cpu  # noqa: E402
+from instructions import beyond  # noqa: E402
 
 OUT = ROOT / "build" / "test-arm"
 PREFIX = "aarch64-linux-gnu-"
@@ -35,13 +35,6 @@ CPUS = {
     "a64fx": ("arm80", "unsupported"),
     "max": ("arm86", "arm82", "arm80", "unsupported"),
 }
-# What a tier's objects may not hold, as disassembled: mnemonics, and arithmetic on fp16 registers.
-BEYOND = {
-    "arm80": r"[su]dot|usdot|sudot|[su]mmla|usmmla|bf\w+",
-    "arm82": r"usdot|sudot|[su]mmla|usmmla|bf(dot|mmla|mlal|cvt)\w*",
-}
-BITFIELD = {"bfi", "bfxil", "bfc", "bfm"}  # baseline instructions on integers
-HALF = re.compile(r"\t(?!fcvtn?2?\t)(f\w+|[su]cvtf)\t(v\d+\.[48]h|h\d+)")
 
 
 def install() -> None:
@@ -92,20 +85,13 @@ def compiler(prefix: str) -> list[str]:
 
 
 def check_instructions() -> bool:
-    """Disassemble the objects of every tier that has rows in BEYOND."""
+    """Disassemble the objects of every tier."""
     good = True
-    for tier, pattern in BEYOND.items():
-        known = re.compile(rf"\t({pattern})\t")
-        for part in ("mixmul", "sgemm"):
-            path = OUT / f"{PREFIX}tinyblas_cpu_{part}_{tier}.o"
-            command = [PREFIX + "objdump", "-d", "--no-show-raw-insn", "-M", "no-aliases", str(path)]
-            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            lines = [line for line in text.splitlines() if line.count("\t") >= 2]
-            wrong = [line for line in lines if (m := known.search(line)) and m[1] not in BITFIELD]
-            if tier == "arm80":
-                wrong += [line for line in lines if HALF.search(line)]
-            print(f"{path.name}: {len(lines)} instructions, {len(wrong)} beyond the tier", *wrong[:5], sep="\n  ")
-            good &= bool(lines) and not wrong
+    for tier, row in TIERS.items():
+        for path in sorted(OUT.glob(f"{PREFIX}tinyblas_cpu_*{tier}.o")):
+            wrong = beyond(path, row.features, True, PREFIX + "objdump")
+            print(f"{path.name}: {len(wrong)} instructions beyond {tier}", *wrong[:5], sep="\n  ")
+            good &= not wrong
     return good
 
 

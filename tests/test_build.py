@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from instructions import beyond
 
 import ktlinear
 from ktlinear import _cpu, _loader
@@ -100,6 +101,24 @@ def test_tiers_of_other_architectures() -> None:
     assert list(_cpu.tiers_of("arm64")) == ["arm86", "arm82", "arm80", "unsupported"]
     assert list(_cpu.tiers_of("AMD64"))[-2:] == ["amd_avx", "unsupported"]
     assert list(_cpu.tiers_of("riscv64")) == ["unsupported"]
+
+
+@pytest.mark.parametrize("tier", list(_cpu.TIERS))
+def test_no_object_of_a_tier_holds_an_instruction_beyond_it(tier: str) -> None:
+    folder = ROOT / "build" / "objects-all" / "csrc" / "tinyblas"
+    if not folder.exists():
+        pytest.skip("no objects of an `all` build in build/")
+    if not shutil.which("objdump"):
+        pytest.skip("no objdump to read them with (binutils)")
+    tiers, arm = list(_cpu.TIERS), "arm80" in _cpu.TIERS
+    row, lower = _cpu.TIERS[tier], _cpu.TIERS[tiers[min(tiers.index(tier) + 1, len(tiers) - 1)]]
+    parts = [f"sgemm_{tier}"] + [f"mixmul_{tier}"] * (not row.mixmul) if tier != "unsupported" else ["unsupported"]
+    for part in parts + [f"quantize_{tier}"] * (row.quantizer == tier):
+        path = folder / f"tinyblas_cpu_{part}.o"
+        assert not beyond(path, row.features, arm)
+        # The search finds what it should: the tier's own instructions are beyond the next lower one.
+        if not part.startswith(("quantize", "unsupported")) and tier != "arm80":
+            assert beyond(path, lower.features, arm)
 
 
 def test_only_stable_symbols() -> None:
