@@ -28,7 +28,8 @@ struct Fp32 {
 //   AVX-512, 8 x 3: 24 FMA, 12 cycles, 11 loads in 12 cycles of two load ports: bound by the FMAs, ceiling 100 %.
 //   AVX2,    6 x 2: 12 FMA,  6 cycles,  8 loads in  6 cycles of two load ports: the same.
 template <class Arithmetic, int R, int V>
-KT_NOINLINE void tile_f32(const float* x, const float* w, int64_t kc, float* c, bool accumulate, Fetch fetch) {
+KT_NOINLINE void tile_f32(const float* x, const float* w, int64_t kc, float* c, bool accumulate, const Fetch& ahead) {
+  Fetch fetch = ahead;
   F32 acc[R][V];
   KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int v = 0; v < V; v++) acc[r][v] = zero();
   auto one = [&](const float* xk, const float* wk) KT_ALWAYS_INLINE_LAMBDA {
@@ -91,9 +92,10 @@ KT_INLINE void plan_gemm_f32(Plan& plan, const Problem& p, int threads, int64_t 
 template <class Arithmetic = Fp32>
 KT_INLINE void pack_x_f32(const Problem& p, const Plan& plan, float* out, int64_t begin, int64_t end) {
   const int64_t lanes = ceil_div(p.k, Arithmetic::kPer), whole = p.k / Arithmetic::kPer;
+  const Parts tiles(p.m, plan.tiles);
   for (int64_t t = begin; t < end; t++) {
-    const int64_t row = tile_begin(p.m, plan.tiles, t);
-    const int rows = static_cast<int>(tile_begin(p.m, plan.tiles, t + 1) - row);
+    const int64_t row = tiles.begin(t);
+    const int rows = tiles.count(t);
     for (int64_t k0 = 0; k0 < lanes; k0 += plan.kc) {
       const int64_t kc = min_of<int64_t>(plan.kc, lanes - k0);
       float* o = out + (k0 * plan.tiles + t * kc) * kMR;

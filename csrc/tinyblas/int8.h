@@ -175,10 +175,11 @@ KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int6
   using K = KindOf<D>;
   constexpr int offset = kRecentred<D> ? kRecentred<D> : D::kOffset;
   const int64_t chunk = prepare_chunk(p, plan), chunks = ceil_div(p.k, chunk);
+  const Parts tiles(p.m, plan.tiles);
   for (int64_t unit = begin; unit < end; unit++) {
     const int64_t t = unit / chunks, stop = min_of(p.k, (unit % chunks + 1) * chunk);
-    const int64_t row = tile_begin(p.m, plan.tiles, t);
-    const int rows = static_cast<int>(tile_begin(p.m, plan.tiles, t + 1) - row);
+    const int64_t row = tiles.begin(t);
+    const int rows = tiles.count(t);
     for (int64_t k0 = unit % chunks * chunk, kc; k0 < stop; k0 += kc) {
       const int64_t slice = k0 / plan.kc * plan.kc, slice_kc = min_of<int64_t>(plan.kc, p.k - slice);
       kc = min_of(stop, slice + slice_kc) - k0;
@@ -357,6 +358,7 @@ template <class D>
 KT_INLINE void direct_panels(const Problem& p, const Plan& plan, const uint8_t* x, float* c, uint8_t* scratch,
                              int64_t panel, int64_t run, int count) {
   const Records<D> records{p};
+  const Parts tiles(p.m, plan.tiles);
   for (int64_t k = 0; k < p.k; k += plan.kc) {
     const int64_t kc = min_of<int64_t>(plan.kc, p.k - k);
     DirectTile t{};
@@ -368,8 +370,8 @@ KT_INLINE void direct_panels(const Problem& p, const Plan& plan, const uint8_t* 
       t.w[i] = i < count ? records.get((panel + i * run) * kPanelRows, k, kc, scratch + i * t.records * D::kRecordBytes)
                          : t.w[i - 1];
     for (int i = 0; i < plan.tiles; i++) {
-      const int64_t row = tile_begin(p.m, plan.tiles, i);
-      const int rows = static_cast<int>(tile_begin(p.m, plan.tiles, i + 1) - row);
+      const int64_t row = tiles.begin(i);
+      const int rows = tiles.count(i);
       t.x = x + record_offset<D>(p.m, row, k, kc);
       t.c = c + row * kPanelRows;
       direct_rows<D>(rows, plan.block_panels, t);
@@ -410,7 +412,8 @@ inline constexpr int kPairBytes = K::kPairs ? (K::kPairs + 1) * kPanelStep : 0;
 //     load costs a little (a hot 6 x 2 runs at 62 % of the peak, 7 x 2 at 65 %), so the largest tile wins.
 //   ymm: C stays in L1: 12 (or 8) int32 sums + 2 weights + 1 broadcast (+ 1 product) of 16
 template <class K, int R>
-KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, float* c, bool accumulate, Fetch fetch) {
+KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, float* c, bool accumulate, const Fetch& ahead) {
+  Fetch fetch = ahead;
   using Dot = typename K::Dot;
   constexpr bool in_registers = kBlocking.c_in_registers && !K::kConverts;
   F32 acc[R][kPV];  // C, or its first halves

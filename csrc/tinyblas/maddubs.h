@@ -20,7 +20,8 @@ inline constexpr int kPairGroupBytes = (K::kXBytes / 4 + K::kScales + K::kMinima
 //   With sub-scales: for each sum madd, all but the first paddd; cvt, 1 FMA; 1 for each minimum.
 template <class K, bool SUB_SCALES, int R>
 KT_NOINLINE void tile_pairs(const uint8_t* x, const uint8_t* w, int64_t groups, float* c, bool accumulate,
-                            Fetch fetch) {
+                            const Fetch& ahead) {
+  Fetch fetch = ahead;
   using Dot = typename K::Dot;
   constexpr bool in_registers = kBlocking.c_in_registers;
   constexpr int width = kPV * kLanes, codes = K::kXBytes / 4, record = R * K::kRowBytes;

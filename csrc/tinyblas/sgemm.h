@@ -164,10 +164,11 @@ KT_INLINE void dot_block(const Problem& p, int tiles, const float* x, F32* c, in
   const bool cold = p.n * p.ldw > kDotCached;
   const int64_t chunks = row_bytes < kDotChunk ? 1 : (row_bytes + kDotChunk / 2) / kDotChunk;  // even ones
   const int64_t chunk = ceil_div(ceil_div(row_bytes, chunks), 64) * 64;
+  const Parts parts(p.m, tiles);
   for (int64_t o = 0; o < row_bytes; o += chunk) {
     const int64_t ahead = o + chunk < row_bytes ? chunk : NW * p.ldw - o;
     for (int t = 0; t < tiles; t++) {
-      const int64_t row = tile_begin(p.m, tiles, t), rows = tile_begin(p.m, tiles, t + 1) - row;
+      const int64_t row = parts.begin(t), rows = parts.count(t);
       dots_rows<Arithmetic, NW>(static_cast<int>(rows), w + o, p.ldw, min_of(chunk, row_bytes - o),
                                 x + row * x_row + o / 64 * rows * kX, c + row * kDotRows, o > 0,
                                 {NW * t / tiles, cold ? NW * (t + 1) / tiles : 0, ahead});
@@ -189,8 +190,9 @@ template <class Lane>
 KT_INLINE void prepare_dots(const Problem& p, const Plan& plan, int64_t vectors, float* out, int64_t begin,
                             int64_t end) {
   const int64_t whole = p.k / Lane::kPer, lanes = ceil_div(p.k, Lane::kPer);
+  const Parts tiles(p.m, plan.tiles);
   for (int64_t t = begin; t < end; t++) {
-    const int64_t row = tile_begin(p.m, plan.tiles, t), rows = tile_begin(p.m, plan.tiles, t + 1) - row;
+    const int64_t row = tiles.begin(t), rows = tiles.count(t);
     for (int64_t r = 0; r < rows; r++) {
       float* o = out + (row * vectors + r) * kLanes;
       for (int64_t k = 0; k < vectors * kLanes; k += kLanes, o += rows * kLanes) {
