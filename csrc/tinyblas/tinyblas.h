@@ -22,7 +22,7 @@ namespace ktlinear::tinyblas {
 
 struct Problem {
   int64_t m, n, k;  // m and n at least 1
-  const void* x;  // [m][ldx], ldx in elements, F32 / F16 / BF16
+  const void* x;    // [m][ldx], ldx in elements, F32 / F16 / BF16
   int64_t ldx;
   const int64_t* x_rows;  // [m]: which row of x row i reads, or nullptr: row i
   Type x_type;
