@@ -31,13 +31,18 @@ template <class Arithmetic, int R, int V>
 KT_NOINLINE void tile_f32(const float* x, const float* w, int64_t kc, float* c, bool accumulate, const Fetch& ahead) {
   Fetch fetch = ahead;
   F32 acc[R][V];
-  KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int v = 0; v < V; v++) acc[r][v] = zero();
+  KT_UNROLL for (int r = 0; r < R; r++) {
+    KT_UNROLL for (int v = 0; v < V; v++)
+      acc[r][v] = zero();
+  }
   auto one = [&](const float* xk, const float* wk) KT_ALWAYS_INLINE_LAMBDA {
     F32 b[V];
-    KT_UNROLL for (int v = 0; v < V; v++) b[v] = load(wk + v * kLanes);
+    KT_UNROLL for (int v = 0; v < V; v++)
+      b[v] = load(wk + v * kLanes);
     KT_UNROLL for (int r = 0; r < R; r++) {
       const F32 a = set1(xk[r]);
-      KT_UNROLL for (int v = 0; v < V; v++) acc[r][v] = Arithmetic::multiply_add(a, b[v], acc[r][v]);
+      KT_UNROLL for (int v = 0; v < V; v++)
+        acc[r][v] = Arithmetic::multiply_add(a, b[v], acc[r][v]);
     }
   };
   int64_t k = 0;
@@ -46,9 +51,11 @@ KT_NOINLINE void tile_f32(const float* x, const float* w, int64_t kc, float* c, 
     _Pragma("GCC unroll 4") for (int j = 0; j < 16; j++, x += kMR, w += kNR) one(x, w);
   }
   for (; k < kc; k++, x += kMR, w += kNR) one(x, w);
-  KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int v = 0; v < V; v++) {
-    float* p = c + r * kNR + v * kLanes;
-    store(p, accumulate ? add(acc[r][v], load(p)) : acc[r][v]);
+  KT_UNROLL for (int r = 0; r < R; r++) {
+    KT_UNROLL for (int v = 0; v < V; v++) {
+      float* p = c + r * kNR + v * kLanes;
+      store(p, accumulate ? add(acc[r][v], load(p)) : acc[r][v]);
+    }
   }
 }
 
@@ -69,7 +76,8 @@ struct KernelF32 {
   int64_t n_total;
 
   void fill(int64_t n, int64_t k, int64_t kc, void* panel) const {
-    source.fill(n, static_cast<int>(ceil_div(min_of<int64_t>(kNR, n_total - n), kLanes)), k, kc, static_cast<float*>(panel));
+    source.fill(n, static_cast<int>(ceil_div(min_of<int64_t>(kNR, n_total - n), kLanes)), k, kc,
+                static_cast<float*>(panel));
   }
   NextSlice next(int64_t n, int64_t k, int64_t kc) const { return source.next(n, k, kc); }
   void tile(const Tile& t) const {
@@ -107,7 +115,8 @@ KT_INLINE void pack_x_f32(const Problem& p, const Plan& plan, float* out, int64_
             v[r] = r0 + r < rows ? Arithmetic::load_x(p, row + r0 + r, k0 + k) : zero();
           transpose(v);
           constexpr int width = kMR < kLanes ? kMR : kLanes;
-          KT_UNROLL for (int i = 0; i < kLanes; i++) store_n(o + (k + i) * kMR + r0, v[i], min_of(width, kMR - r0));
+          KT_UNROLL for (int i = 0; i < kLanes; i++)
+            store_n(o + (k + i) * kMR + r0, v[i], min_of(width, kMR - r0));
         }
       }
       for (; k < kc; k++)

@@ -104,11 +104,13 @@ KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int 
                               float* totals) {
   constexpr int sums = K::kPairs ? K::kPairs / 4 : K::kScales, vectors = 32 / kLanes, per_sum = vectors / sums;
   I32 peak = splat_i32(0);
-  KT_UNROLL for (const F32& v : x) peak = max_i32(peak, band(as_i32(v), splat_i32(0x7FFFFFFF)));
+  KT_UNROLL for (const F32& v : x)
+    peak = max_i32(peak, band(as_i32(v), splat_i32(0x7FFFFFFF)));
   const int32_t amax_bits = max_lane(peak);  // ordered like the magnitudes, NaN above infinity above all others
   const float amax = bits_as<float>(amax_bits);
   I32 q[vectors];
-  KT_UNROLL for (I32& v : q) v = splat_i32(0);
+  KT_UNROLL for (I32& v : q)
+    v = splat_i32(0);
   float dx = 0;
   if (amax_bits >= 0x7F800000) {
     dx = __builtin_nanf("");
@@ -117,13 +119,15 @@ KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int 
   } else if (amax >= 0x1p-118f) {
     dx = bits_as<float>((bits_as<uint32_t>(amax / 127.f) + 0xFFFu) & 0xFFFFF000u);
     const F32 inverse = set1(1.f / dx);
-    KT_UNROLL for (int i = 0; i < vectors; i++) q[i] = round_i32(mul(x[i], inverse));
+    KT_UNROLL for (int i = 0; i < vectors; i++)
+      q[i] = round_i32(mul(x[i], inverse));
   }
   K::Dot::store_x(record + r * K::kXBytes, q);
   int32_t xsum[sums];
   KT_UNROLL for (int h = 0; h < sums; h++) {
     I32 total = q[h * per_sum];
-    KT_UNROLL for (int i = h * per_sum + 1; i < (h + 1) * per_sum; i++) total = add_i32(total, q[i]);
+    KT_UNROLL for (int i = h * per_sum + 1; i < (h + 1) * per_sum; i++)
+      total = add_i32(total, q[i]);
     xsum[h] = sum_lanes(total);
   }
   float* meta = reinterpret_cast<float*>(record + rows * K::kXBytes) + r;
@@ -132,8 +136,10 @@ KT_INLINE bool quantize_group(const F32 (&x)[32 / kLanes], uint8_t* record, int 
     K::Dot::starts(q, offset, starts);
   else
     for (int h = 0; h < K::kStarts; h++) starts[h] = (K::kConverts ? 0 : kMagicBits) - offset * xsum[h];
-  KT_UNROLL for (int i = 0; i < K::kStarts; i++, meta += rows) *meta = bits_as<float>(starts[i]);
-  KT_UNROLL for (int h = 0; h < K::kMinima; h++, meta += rows) *meta = dx * static_cast<float>(xsum[h]);
+  KT_UNROLL for (int i = 0; i < K::kStarts; i++, meta += rows)
+    *meta = bits_as<float>(starts[i]);
+  KT_UNROLL for (int h = 0; h < K::kMinima; h++, meta += rows)
+    *meta = dx * static_cast<float>(xsum[h]);
   if constexpr (K::kPairs > 0)
     for (int h = 0; h < sums; h++) totals[place_of_sum(group * sums + h)] = dx * static_cast<float>(xsum[h]);
   meta[0] = dx;
@@ -160,7 +166,8 @@ KT_INLINE void quantize_sums(const float (&totals)[16], uint8_t* tail, int r, in
   uint16_t t[16];
   KT_UNROLL for (int i = 0; i < 16 / kLanes; i++)
     store_low_16(reinterpret_cast<uint8_t*>(t + i * kLanes), round_i32(mul(sums[i], inverse)));
-  KT_UNROLL for (int j = 0; j < K::kPairs; j++) std::memcpy(tail + (j * rows + r) * 4, t + 2 * j, 4);
+  KT_UNROLL for (int j = 0; j < K::kPairs; j++)
+    std::memcpy(tail + (j * rows + r) * 4, t + 2 * j, 4);
   std::memcpy(tail + (K::kPairs * rows + r) * 4, &scale, 4);
 }
 
@@ -184,8 +191,8 @@ KT_INLINE bool quantize_x(const Problem& p, const Plan& plan, uint8_t* out, int6
       const int64_t slice = k0 / plan.kc * plan.kc, slice_kc = min_of<int64_t>(plan.kc, p.k - slice);
       kc = min_of(stop, slice + slice_kc) - k0;
       const int64_t first = (k0 - slice) / 32, groups = padded_groups<D>(kc);
-      uint8_t* o = out + record_offset<D>(p.m, row, slice, slice_kc) +
-                   rows * (first * K::kRowBytes + first / 8 * K::kTailBytes);
+      uint8_t* o =
+          out + record_offset<D>(p.m, row, slice, slice_kc) + rows * (first * K::kRowBytes + first / 8 * K::kTailBytes);
       for (int r = 0; r < rows; r++) {
         const int64_t x = x_index(p, row + r, k0);
         uint8_t* record = o;
@@ -220,9 +227,9 @@ KT_INLINE const void* start_of(const float* meta, int i) {
 inline constexpr bool kDirectToL1 = kLanes == 8;
 inline constexpr int kDirectAhead = kDirectToL1 ? 2304 : 3072;
 inline constexpr int kDirectWhole = 1 << 20;  // K slice of a single tile on packed weights: as good as all of it
-inline constexpr int kPlainKC = 1024;  // of plain rows, packed into scratch: longer runs of each row, in L2
-inline constexpr int kDirectRows = 8;  // of x in a tile
-inline constexpr int kDirectKC = 512;  // K slice that several tiles of x share in L1
+inline constexpr int kPlainKC = 1024;         // of plain rows, packed into scratch: longer runs of each row, in L2
+inline constexpr int kDirectRows = 8;         // of x in a tile
+inline constexpr int kDirectKC = 512;         // K slice that several tiles of x share in L1
 static_assert(kPrepareKC % kPlainKC == 0 && kPrepareKC % kDirectKC == 0);
 
 // Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums and R int32 ones per vector of a panel (twice
@@ -257,15 +264,18 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
   constexpr int V = K::kXBytes == 64 ? kPanelVectors : 1;  // int16 x: two broadcasts a step, shared by the vectors
   F32 acc[P][R][kPanelVectors];
   auto each_sum = [&](auto f) KT_ALWAYS_INLINE_LAMBDA {
-    KT_UNROLL for (int p = 0; p < P; p++)
-      KT_UNROLL for (int r = 0; r < R; r++)
+    KT_UNROLL for (int p = 0; p < P; p++) {
+      KT_UNROLL for (int r = 0; r < R; r++) {
         KT_UNROLL for (int v = 0; v < kPanelVectors; v++)
           f(acc[p][r][v], t.c + p * t.c_stride + r * kPanelRows + v * kLanes);
+      }
+    }
   };
   each_sum([&](F32& sum, const float* c) KT_ALWAYS_INLINE_LAMBDA { sum = t.accumulate ? load(c) : zero(); });
   constexpr int lines = D::kRecordBytes / 64, share = (lines + D::kGroups - 1) / D::kGroups;  // of a group
   const uint8_t *w[P], *x = t.x;
-  KT_UNROLL for (int p = 0; p < P; p++) w[p] = t.w[p];
+  KT_UNROLL for (int p = 0; p < P; p++)
+    w[p] = t.w[p];
   for (int64_t i = 0; i < t.records * D::kRecordBytes; i += D::kRecordBytes) {
     _Pragma("GCC unroll 2") for (int g = 0; g < D::kGroups; g++, x += R * K::kRowBytes) {
       const float* meta = reinterpret_cast<const float*>(x + R * K::kXBytes);
@@ -280,8 +290,10 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
             I32 isum[R][V];
             for_steps<K::first_part(H), K::first_part(H + 1)>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
               I32 a[R][V];
-              KT_UNROLL for (int r = 0; r < R; r++)
-                KT_UNROLL for (int j = 0; j < V; j++) a[r][j] = Dot::begin(start_of<K>(meta, I * R + r));
+              KT_UNROLL for (int r = 0; r < R; r++) {
+                KT_UNROLL for (int j = 0; j < V; j++)
+                  a[r][j] = Dot::begin(start_of<K>(meta, I * R + r));
+              }
               for_steps<K::first_step(I), K::first_step(I + 1)>([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
                 // Spread over the steps: all at once they would wait for a free line buffer, and the products with them.
                 if (v == 0) {
@@ -290,16 +302,19 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
                     kDirectToL1 ? prefetch_l1(fetch + l * 64) : prefetch_l2(fetch + l * 64);
                 }
                 I32 u[V];
-                KT_UNROLL for (int j = 0; j < V; j++) u[j] = D::template code<S>(rec, g, v + j);
-                KT_UNROLL for (int r = 0; r < R; r++) Dot::step(a[r], u, x + r * K::kXBytes + S * (K::kXBytes / 8));
+                KT_UNROLL for (int j = 0; j < V; j++)
+                  u[j] = D::template code<S>(rec, g, v + j);
+                KT_UNROLL for (int r = 0; r < R; r++)
+                  Dot::step(a[r], u, x + r * K::kXBytes + S * (K::kXBytes / 8));
               });
-              KT_UNROLL for (int r = 0; r < R; r++)
+              KT_UNROLL for (int r = 0; r < R; r++) {
                 KT_UNROLL for (int j = 0; j < V; j++) {
                   if constexpr (I == K::first_part(H))
                     isum[r][j] = Dot::end(a[r][j], start_of<K>(meta, I * R + r));
                   else
                     isum[r][j] = add_i32(isum[r][j], Dot::widen(a[r][j]));
                 }
+              }
             });
             KT_UNROLL for (int j = 0; j < V; j++) {
               const F32 scale = D::scale(rec, g, H, v + j);
@@ -327,10 +342,12 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
       KT_UNROLL for (int p = 0; p < P; p++) {
         KT_UNROLL for (int v = 0; v < kPanelVectors; v++) {
           I32 isum[R];
-          KT_UNROLL for (int r = 0; r < R; r++) isum[r] = splat_i32(0);
+          KT_UNROLL for (int r = 0; r < R; r++)
+            isum[r] = splat_i32(0);
           for_steps<0, K::kPairs>([&]<int J>() KT_ALWAYS_INLINE_LAMBDA {
             const I32 pair = D::template minimum_pair<J>(w[p] + i, v);
-            KT_UNROLL for (int r = 0; r < R; r++) isum[r] = Dot::pairs(isum[r], pair, x + (J * R + r) * 4);
+            KT_UNROLL for (int r = 0; r < R; r++)
+              isum[r] = Dot::pairs(isum[r], pair, x + (J * R + r) * 4);
           });
           const F32 dmin = D::minus_dmin(w[p] + i, v);
           KT_UNROLL for (int r = 0; r < R; r++)
@@ -347,7 +364,8 @@ template <class D>
 KT_INLINE void direct_rows(int rows, int panels, const DirectTile& t) {
   with_rows<min_of(kDirectRows, kBlocking.direct_max)>(rows, [&]<int R>() {
     constexpr int own = streams<KindOf<D>>(R, 1), other = streams<KindOf<D>>(min_of(R + 1, kDirectRows), 2);
-    if constexpr (kBlocking.direct_max > kDirectRows && own != other)  // the shorter one of two tiles, or one of eight rows
+    if constexpr (kBlocking.direct_max > kDirectRows &&
+                  own != other)  // the shorter one of two tiles, or one of eight rows
       if (panels == other) return direct_tile<D, R, other>(t);
     direct_tile<D, R, own>(t);
   });
@@ -412,7 +430,8 @@ inline constexpr int kPairBytes = K::kPairs ? (K::kPairs + 1) * kPanelStep : 0;
 //     load costs a little (a hot 6 x 2 runs at 62 % of the peak, 7 x 2 at 65 %), so the largest tile wins.
 //   ymm: C stays in L1: 12 (or 8) int32 sums + 2 weights + 1 broadcast (+ 1 product) of 16
 template <class K, int R>
-KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, float* c, bool accumulate, const Fetch& ahead) {
+KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, float* c, bool accumulate,
+                           const Fetch& ahead) {
   Fetch fetch = ahead;
   using Dot = typename K::Dot;
   constexpr bool in_registers = kBlocking.c_in_registers && !K::kConverts;
@@ -440,13 +459,15 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
       constexpr int begin = K::first_step(H), end = K::first_step(H + 1);
       KT_UNROLL for (int s = begin; s < end; s++) {
         I32 u[kPV];
-        KT_UNROLL for (int v = 0; v < kPV; v++) u[v] = load_i(w + s * kPanelStep + v * kLanes * 4);
+        KT_UNROLL for (int v = 0; v < kPV; v++)
+          u[v] = load_i(w + s * kPanelStep + v * kLanes * 4);
         for_steps<0, R>([&]<int r>() KT_ALWAYS_INLINE_LAMBDA { Dot::row(a[r], u, x + r * 32 + s * 4); });
       }
       const float* scales = reinterpret_cast<const float*>(w + (8 + H) * kPanelStep);
       const float* minima = reinterpret_cast<const float*>(w + (8 + K::kScales + H) * kPanelStep);
       F32 scale[kPV];
-      KT_UNROLL for (int v = 0; v < kPV; v++) scale[v] = load(scales + v * kLanes);
+      KT_UNROLL for (int v = 0; v < kPV; v++)
+        scale[v] = load(scales + v * kLanes);
       each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA {
         const I32 isum = Dot::end(a[r][v], start_of<K>(meta, H * R + r));
         if constexpr (K::kConverts) {
@@ -475,7 +496,8 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
       each([&](int r, int v, float*) KT_ALWAYS_INLINE_LAMBDA { a[r][v] = splat_i32(0); });
       KT_UNROLL for (int j = 0; j < K::kPairs; j++) {
         I32 m[kPV];
-        KT_UNROLL for (int v = 0; v < kPV; v++) m[v] = load_i(pairs + j * kPanelStep + v * kLanes * 4);
+        KT_UNROLL for (int v = 0; v < kPV; v++)
+          m[v] = load_i(pairs + j * kPanelStep + v * kLanes * 4);
         for_steps<0, R>([&]<int r>() KT_ALWAYS_INLINE_LAMBDA { Dot::pairs_row(a[r], m, tail + (j * R + r) * 4); });
       }
       each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA {
@@ -490,7 +512,8 @@ KT_NOINLINE void tile_int8(const uint8_t* x, const uint8_t* w, int64_t groups, f
     }
   }
   if constexpr (in_registers)
-    each([&](int r, int v, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, accumulate ? add(acc[r][v], load(p)) : acc[r][v]); });
+    each([&](int r, int v, float* p)
+             KT_ALWAYS_INLINE_LAMBDA { store(p, accumulate ? add(acc[r][v], load(p)) : acc[r][v]); });
 }
 
 // How a panel is made and multiplied where the product takes all unsigned bytes; maddubs.h has the other way.
@@ -504,13 +527,18 @@ struct BytePanel {
     uint8_t* out = panel + bytes(g) + vector * kLanes * 4;
     I32 code[8];  // all of them before the first store, which might change the record for all that the compiler knows
     for_steps([&]<int S>() KT_ALWAYS_INLINE_LAMBDA { code[S] = D::template code<S>(record, group, v); });
-    KT_UNROLL for (int s = 0; s < 8; s++) store_i(out + s * kPanelStep, code[s]);
+    KT_UNROLL for (int s = 0; s < 8; s++)
+      store_i(out + s * kPanelStep, code[s]);
     float* scales = reinterpret_cast<float*>(out + 8 * kPanelStep);
-    KT_UNROLL for (int h = 0; h < K::kScales; h++, scales += kPV * kLanes) store(scales, D::scale(record, group, h, v));
-    KT_UNROLL for (int m = 0; m < K::kMinima; m++, scales += kPV * kLanes) store(scales, D::minimum(record, group, m, v));
+    KT_UNROLL for (int h = 0; h < K::kScales; h++, scales += kPV * kLanes)
+      store(scales, D::scale(record, group, h, v));
+    KT_UNROLL for (int m = 0; m < K::kMinima; m++, scales += kPV * kLanes)
+      store(scales, D::minimum(record, group, m, v));
     if constexpr (K::kPairs > 0) {
       if (group != 7) return;
-      for_steps<0, K::kPairs>([&]<int J>() KT_ALWAYS_INLINE_LAMBDA { store_i(scales + J * kPV * kLanes, D::template minimum_pair<J>(record, v)); });
+      for_steps<0, K::kPairs>([&]<int J>() KT_ALWAYS_INLINE_LAMBDA {
+        store_i(scales + J * kPV * kLanes, D::template minimum_pair<J>(record, v));
+      });
       store(scales + K::kPairs * kPV * kLanes, D::minus_dmin(record, v));
     }
   }
@@ -539,10 +567,11 @@ struct KernelInt8 {
       // Past N there may be no panel: decode the last one again, its columns are never stored.
       const int64_t row = n + i * kPanelRows < p.n ? n + i * kPanelRows : n;
       const uint8_t* record = records.get(row, k, kc, out + PANEL::bytes(groups));
-      for (int64_t g = 0; g < groups; g++)
+      for (int64_t g = 0; g < groups; g++) {
         KT_UNROLL for (int v = 0; v < kPanelVectors; v++)
           PANEL::decode(record + g / D::kGroups * D::kRecordBytes, static_cast<int>(g % D::kGroups), v, out, g,
                         i * kPanelVectors + v);
+      }
     }
   }
   NextSlice next(int64_t n, int64_t k, int64_t kc) const { return records.next(n, k, kc, kIntPanels); }
@@ -561,7 +590,8 @@ KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
   if (p.m <= kBlocking.direct_max) {
     plan.path = kDirect;
     plan.tiles = static_cast<int>(ceil_div(p.m, kDirectRows));
-    plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? min_of<int64_t>(p.k, kDirectWhole) : min_of<int64_t>(p.packed ? kDirectKC : kPlainKC, p.k));
+    plan.kc = static_cast<int>(plan.tiles == 1 && p.packed ? min_of<int64_t>(p.k, kDirectWhole)
+                                                           : min_of<int64_t>(p.packed ? kDirectKC : kPlainKC, p.k));
     plan.block_panels = streams<KindOf<D>>(static_cast<int>(ceil_div(p.m, plan.tiles)), plan.tiles);
     plan.prepare_units = plan.tiles * ceil_div(p.k, kPrepareKC);
     plan.compute_units = panel_count(p.n);
@@ -570,7 +600,8 @@ KT_INLINE void plan_int8(Plan& plan, const Problem& p, int threads) {
   } else {
     plan.path = kInt8;
     // int16 codes: half as many, or the panel leaves L1.
-    plan_gemm<KernelInt8<D, PANEL>>(plan, p, threads, kBlocking.int_kc * 32 / KindOf<D>::kXBytes, kK, kBlocking.int_block_panels);
+    plan_gemm<KernelInt8<D, PANEL>>(plan, p, threads, kBlocking.int_kc * 32 / KindOf<D>::kXBytes, kK,
+                                    kBlocking.int_block_panels);
   }
   plan.activation_bytes = record_offset<D>(p.m, 0, p.k + kK, 0);
 }

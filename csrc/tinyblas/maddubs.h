@@ -26,15 +26,18 @@ KT_NOINLINE void tile_pairs(const uint8_t* x, const uint8_t* w, int64_t groups, 
   constexpr bool in_registers = kBlocking.c_in_registers;
   constexpr int width = kPV * kLanes, codes = K::kXBytes / 4, record = R * K::kRowBytes;
   auto each = [&](auto f) KT_ALWAYS_INLINE_LAMBDA {
-  KT_UNROLL for (int r = 0; r < R; r++)
-      KT_UNROLL for (int v = 0; v < kPV; v++) f(r, v, c + r * width + v * kLanes);
+    KT_UNROLL for (int r = 0; r < R; r++) {
+      KT_UNROLL for (int v = 0; v < kPV; v++)
+        f(r, v, c + r * width + v * kLanes);
+    }
   };
   F32 acc[R][kPV];
   if constexpr (K::kMinima > 0) {  // first, on their own: C need not be loaded and stored for them
     each([&](int r, int v, const float* p) KT_ALWAYS_INLINE_LAMBDA { acc[r][v] = accumulate ? load(p) : zero(); });
     for (int64_t g = 0; g < groups; g++) {
       const float* sums = reinterpret_cast<const float*>(x + g * record + R * (K::kXBytes + K::kStarts * 4));
-      const uint8_t* minima = w + g * kPairGroupBytes<K> + (SUB_SCALES ? g / 8 * kPanelStep : 0) + (codes + K::kScales) * kPanelStep;
+      const uint8_t* minima =
+          w + g * kPairGroupBytes<K> + (SUB_SCALES ? g / 8 * kPanelStep : 0) + (codes + K::kScales) * kPanelStep;
       KT_UNROLL for (int i = 0; i < K::kMinima; i++)
         each([&](int r, int v, float*) KT_ALWAYS_INLINE_LAMBDA {
           const F32 minimum = load(reinterpret_cast<const float*>(minima + i * kPanelStep) + v * kLanes);
@@ -45,8 +48,8 @@ KT_NOINLINE void tile_pairs(const uint8_t* x, const uint8_t* w, int64_t groups, 
   } else if (!accumulate) {
     each([&](int, int, float* p) KT_ALWAYS_INLINE_LAMBDA { store(p, zero()); });
   }
-  alignas(64) float block[R * width];       // sums of a super-block
-  alignas(64) int32_t totals[R * width];    // of the parts so far
+  alignas(64) float block[R * width];     // sums of a super-block
+  alignas(64) int32_t totals[R * width];  // of the parts so far
   // Where the sums of groups go.
   float* const out = SUB_SCALES ? block : c;
   auto clear = [&]() KT_ALWAYS_INLINE_LAMBDA {
@@ -65,26 +68,32 @@ KT_NOINLINE void tile_pairs(const uint8_t* x, const uint8_t* w, int64_t groups, 
     if constexpr (SUB_SCALES) clear();
     for (int64_t g = 0; g < run; g++, w += kPairGroupBytes<K>, x += record) {
       fetch.step<32>();
-      KT_UNROLL for (int b = 0; b < record; b += 64) prefetch_l1(x + 2 * record + b);
+      KT_UNROLL for (int b = 0; b < record; b += 64)
+        prefetch_l1(x + 2 * record + b);
       const float* meta = reinterpret_cast<const float*>(x + R * K::kXBytes);
       const float *dx = meta + (K::kStarts + K::kMinima) * R, *ndx = dx + R;
       const uint8_t* scales = w + codes * kPanelStep;
       for_steps<0, K::kParts>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
         constexpr int h = I * K::kScales / K::kParts;
-        constexpr bool first = I == (SUB_SCALES ? 0 : K::first_part(h)), last = I + 1 == (SUB_SCALES ? K::kParts : K::first_part(h + 1));
+        constexpr bool first = I == (SUB_SCALES ? 0 : K::first_part(h)),
+                       last = I + 1 == (SUB_SCALES ? K::kParts : K::first_part(h + 1));
         I32 a[R][kPV];
         KT_UNROLL for (int r = 0; r < R; r++) {
           a[r][0] = Dot::begin(start_of<K>(meta, I * R + r));
-          KT_UNROLL for (int v = 1; v < kPV; v++) a[r][v] = a[r][0];
+          KT_UNROLL for (int v = 1; v < kPV; v++)
+            a[r][v] = a[r][0];
         }
         constexpr int begin = K::first_step(I) * codes / 8, end = K::first_step(I + 1) * codes / 8;
         KT_UNROLL for (int s = begin; s < end; s++) {
           I32 u[kPV];
-          KT_UNROLL for (int v = 0; v < kPV; v++) u[v] = load_i(w + s * kPanelStep + v * kLanes * 4);
-          KT_UNROLL for (int r = 0; r < R; r++) Dot::row(a[r], u, x + r * K::kXBytes + s * 4);
+          KT_UNROLL for (int v = 0; v < kPV; v++)
+            u[v] = load_i(w + s * kPanelStep + v * kLanes * 4);
+          KT_UNROLL for (int r = 0; r < R; r++)
+            Dot::row(a[r], u, x + r * K::kXBytes + s * 4);
         }
         I32 scale[kPV];  // loaded once: the compiler may not do so past the stores
-        KT_UNROLL for (int v = 0; v < kPV; v++) scale[v] = load_i(scales + h * kPanelStep + v * kLanes * 4);
+        KT_UNROLL for (int v = 0; v < kPV; v++)
+          scale[v] = load_i(scales + h * kPanelStep + v * kLanes * 4);
         KT_UNROLL for (int r = 0; r < R; r++) {
           const F32 d = set1(dx[r]), nd = set1(ndx[r]);
           const I32 end = Dot::last(start_of<K>(meta, I * R + r));

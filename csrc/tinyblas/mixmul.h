@@ -65,8 +65,10 @@ static Plan mixmul_plan(const Problem& p, int threads) {
   Plan plan{};
 #ifdef KT_HAS_DOT
   if (!p.exact) {
-    with_decoder(p.w_type, [&]<class D>() { using View = typename IntegerView<D>::type;
-      plan_int8<View, PanelFor<View>>(plan, p, threads); });
+    with_decoder(p.w_type, [&]<class D>() {
+      using View = typename IntegerView<D>::type;
+      plan_int8<View, PanelFor<View>>(plan, p, threads);
+    });
     return plan;
   }
 #endif
@@ -91,7 +93,8 @@ static void mixmul_compute(const Problem& p, const Plan& plan, const void* activ
     using View = typename IntegerView<D>::type;
     if (plan.path == kDirect)
       return direct<View>(p, plan, static_cast<const uint8_t*>(activations), scratch, begin, end);
-    if (plan.path == kInt8) return gemm(p, plan, KernelInt8<View, PanelFor<View>>{p, plan, {p}}, activations, scratch, begin, end);
+    if (plan.path == kInt8)
+      return gemm(p, plan, KernelInt8<View, PanelFor<View>>{p, plan, {p}}, activations, scratch, begin, end);
 #endif
     gemm(p, plan, KernelF32<DecodedRows<D>>{plan, {{p}}, p.n}, activations, scratch, begin, end);
   });

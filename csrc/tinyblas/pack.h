@@ -32,7 +32,8 @@ KT_NOINLINE void pack_records(const uint8_t* rows, int64_t ldw, int valid, int64
   const int64_t b0 = begin * blocks_per_record, b1 = end * blocks_per_record, known = min_of(k / D::kBlock, b1);
   const uint8_t nothing[block_bytes] = {};
   auto fetch = [&](const uint8_t* block) KT_ALWAYS_INLINE_LAMBDA {
-  KT_UNROLL for (int64_t o = 0; o < block_bytes; o += 64) prefetch_l2(block + ahead + o);
+    KT_UNROLL for (int64_t o = 0; o < block_bytes; o += 64)
+      prefetch_l2(block + ahead + o);
   };
   for (int64_t b = b0; b < b1; b++) {
     uint8_t* record = out + (b - b0) / blocks_per_record * D::kRecordBytes;
@@ -41,8 +42,10 @@ KT_NOINLINE void pack_records(const uint8_t* rows, int64_t ldw, int valid, int64
     if constexpr (requires { D::pack(OneRow{block, 0}, record, index); }) {
       if (valid == kPanelRows && b < known) {
         KT_UNROLL for (int v = 0; v < kPanelRows / kLanes; v++) {
-          if (index % (64 / min_of<int64_t>(block_bytes, 64)) == 0)
-            KT_UNROLL for (int r = 0; r < kLanes; r++) fetch(block + (v * kLanes + r) * ldw);
+          if (index % (64 / min_of<int64_t>(block_bytes, 64)) == 0) {
+            KT_UNROLL for (int r = 0; r < kLanes; r++)
+              fetch(block + (v * kLanes + r) * ldw);
+          }
           D::pack(VectorOfRows{block + v * kLanes * ldw, ldw, v}, record, index);
         }
         continue;

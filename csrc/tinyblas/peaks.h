@@ -11,12 +11,15 @@ inline constexpr int kChains = kLanes == 16 ? 24 : 12;  // enough to hide four t
 template <class F>
 static int64_t run_chains(int64_t iterations, F step) {
   F32 acc[kChains];  // different values, or the compiler merges the chains
-  KT_UNROLL for (int i = 0; i < kChains; i++) acc[i] = set1(1.f + 0.01f * static_cast<float>(i));
+  KT_UNROLL for (int i = 0; i < kChains; i++)
+    acc[i] = set1(1.f + 0.01f * static_cast<float>(i));
   for (int64_t n = 0; n < iterations; n++) {
-    KT_UNROLL for (int i = 0; i < kChains; i++) acc[i] = step(acc[i]);
+    KT_UNROLL for (int i = 0; i < kChains; i++)
+      acc[i] = step(acc[i]);
   }
   F32 total = zero();
-  KT_UNROLL for (int i = 0; i < kChains; i++) total = add(total, acc[i]);
+  KT_UNROLL for (int i = 0; i < kChains; i++)
+    total = add(total, acc[i]);
   volatile float sink = sum(total);
   (void)sink;
   return iterations * kChains;
@@ -44,8 +47,10 @@ static int64_t limit_read(const void* p, int64_t bytes) {
   const char* c = static_cast<const char*>(p);
   I32 acc[4] = {splat_i32(0), splat_i32(0), splat_i32(0), splat_i32(0)};
   for (int64_t i = 0; i + 256 <= bytes; i += 256) {  // four cache lines, fetched 4 KiB ahead
-    KT_UNROLL for (int j = 0; j < 256; j += 64) prefetch_l1(c + i + j + 4096);
-    KT_UNROLL for (int j = 0; j < 256; j += kLanes * 4) acc[j / (kLanes * 4) % 4] = bxor(acc[j / (kLanes * 4) % 4], load_i(c + i + j));
+    KT_UNROLL for (int j = 0; j < 256; j += 64)
+      prefetch_l1(c + i + j + 4096);
+    KT_UNROLL for (int j = 0; j < 256; j += kLanes * 4)
+      acc[j / (kLanes * 4) % 4] = bxor(acc[j / (kLanes * 4) % 4], load_i(c + i + j));
   }
   return load_as<int32_t>(&(acc[0] = bxor(bxor(acc[0], acc[1]), bxor(acc[2], acc[3]))));
 }

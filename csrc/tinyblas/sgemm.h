@@ -74,12 +74,15 @@ struct FloatRows {
         F32 t[kLanes];
         const char* wk = w + k * Arithmetic::kLaneBytes;
         if (rows == kLanes) {
-    KT_UNROLL for (int r = 0; r < kLanes; r++) t[r] = Arithmetic::load_w(wk + r * p.ldw);
+          KT_UNROLL for (int r = 0; r < kLanes; r++)
+            t[r] = Arithmetic::load_w(wk + r * p.ldw);
         } else {
-          KT_UNROLL for (int r = 0; r < kLanes; r++) t[r] = r < rows ? Arithmetic::load_w(wk + r * p.ldw) : zero();
+          KT_UNROLL for (int r = 0; r < kLanes; r++)
+            t[r] = r < rows ? Arithmetic::load_w(wk + r * p.ldw) : zero();
         }
         transpose(t);
-        KT_UNROLL for (int i = 0; i < kLanes; i++) store(panel + (k + i) * kNR, t[i]);
+        KT_UNROLL for (int i = 0; i < kLanes; i++)
+          store(panel + (k + i) * kNR, t[i]);
       }
       for (; k < kc; k++)
         for (int r = 0; r < kLanes; r++)
@@ -122,15 +125,19 @@ template <class Arithmetic, int R, int NW>
 KT_INLINE void dots(const char* w, int64_t ldw, int64_t bytes, const float* x, F32* c, bool accumulate,
                     FetchRows fetch) {
   F32 acc[R][NW];
-  KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int j = 0; j < NW; j++)
-    acc[r][j] = accumulate ? c[r * kDotRows + j] : zero();
+  KT_UNROLL for (int r = 0; r < R; r++) {
+    KT_UNROLL for (int j = 0; j < NW; j++)
+      acc[r][j] = accumulate ? c[r * kDotRows + j] : zero();
+  }
   auto line = [&](const char* p, int64_t stride) KT_ALWAYS_INLINE_LAMBDA {
     KT_UNROLL for (int v = 0; v < kLineVectors<Arithmetic>; v++, p += kLanes * Arithmetic::kLaneBytes) {
       F32 b[NW];
-      KT_UNROLL for (int j = 0; j < NW; j++) b[j] = Arithmetic::load_w(p + j * stride);
+      KT_UNROLL for (int j = 0; j < NW; j++)
+        b[j] = Arithmetic::load_w(p + j * stride);
       KT_UNROLL for (int r = 0; r < R; r++, x += kLanes) {
         const F32 a = load(x);
-        KT_UNROLL for (int j = 0; j < NW; j++) acc[r][j] = Arithmetic::multiply_add(a, b[j], acc[r][j]);
+        KT_UNROLL for (int j = 0; j < NW; j++)
+          acc[r][j] = Arithmetic::multiply_add(a, b[j], acc[r][j]);
       }
     }
   };
@@ -144,15 +151,17 @@ KT_INLINE void dots(const char* w, int64_t ldw, int64_t bytes, const float* x, F
     for (int j = 0; j < NW; j++) std::memcpy(tail + j * 64, w + j * ldw + i, static_cast<size_t>(bytes - i));
     line(tail, 64);
   }
-  KT_UNROLL for (int r = 0; r < R; r++) KT_UNROLL for (int j = 0; j < NW; j++) c[r * kDotRows + j] = acc[r][j];
+  KT_UNROLL for (int r = 0; r < R; r++) {
+    KT_UNROLL for (int j = 0; j < NW; j++)
+      c[r * kDotRows + j] = acc[r][j];
+  }
 }
 
 template <class Arithmetic, int NW>
 KT_NOINLINE void dots_rows(int rows, const char* w, int64_t ldw, int64_t bytes, const float* x, F32* c, bool accumulate,
                            FetchRows fetch) {
-  with_rows<kBlocking.dot_mr>(rows, [&]<int R>() KT_ALWAYS_INLINE_LAMBDA {
-    dots<Arithmetic, R, NW>(w, ldw, bytes, x, c, accumulate, fetch);
-  });
+  with_rows<kBlocking.dot_mr>(
+      rows, [&]<int R>() KT_ALWAYS_INLINE_LAMBDA { dots<Arithmetic, R, NW>(w, ldw, bytes, x, c, accumulate, fetch); });
 }
 
 // All rows of x by rows [n, n + NW) of W.
@@ -179,7 +188,8 @@ KT_INLINE void dot_block(const Problem& p, int tiles, const float* x, F32* c, in
     if constexpr (NW == 4) {
       sum4(c + m * kDotRows, y);
     } else {
-      KT_UNROLL for (int j = 0; j < NW; j++) y[j] = sum(c[m * kDotRows + j]);
+      KT_UNROLL for (int j = 0; j < NW; j++)
+        y[j] = sum(c[m * kDotRows + j]);
     }
     store_outputs<NW>(p, m, n, y, NW);
   }
@@ -251,8 +261,8 @@ static void sgemm_compute(const Problem& p, const Plan& plan, const void* activa
   with_arithmetic(p, [&]<class Arithmetic>() {
     const float* x = static_cast<const float*>(activations);
     if (plan.path == kPanels)
-      return gemm(in_lanes<Arithmetic>(p), plan, KernelF32<FloatRows<Arithmetic>, typename Arithmetic::Lane>{plan, {p}, p.n}, x,
-                  scratch, begin, end);
+      return gemm(in_lanes<Arithmetic>(p), plan,
+                  KernelF32<FloatRows<Arithmetic>, typename Arithmetic::Lane>{plan, {p}, p.n}, x, scratch, begin, end);
     F32* c = static_cast<F32*>(scratch);
     for (int64_t unit = begin; unit < end; unit++) {
       int64_t n = unit * kDotRows;

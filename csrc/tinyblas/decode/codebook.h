@@ -52,11 +52,12 @@ template <class Rows>
 KT_INLINE void put_quarters(const Rows& rows, int offset, uint8_t* group) {
   typename Rows::W w[4];
   rows.load(offset, w);
-  KT_UNROLL for (int j = 0; j < 4; j++) rows.put(group + j * 64, w[j]);
-}
-KT_INLINE void get_quarters(const uint8_t *group, int row, uint8_t *qs) {
   KT_UNROLL for (int j = 0; j < 4; j++)
-      std::memcpy(qs + j * 4, group + j * 64 + row * 4, 4);
+    rows.put(group + j * 64, w[j]);
+}
+KT_INLINE void get_quarters(const uint8_t* group, int row, uint8_t* qs) {
+  KT_UNROLL for (int j = 0; j < 4; j++)
+    std::memcpy(qs + j * 4, group + j * 64 + row * 4, 4);
 }
 
 // kLanes scales, as the tables have them. Computed, since a gather is a load for each lane.
@@ -74,31 +75,24 @@ KT_INLINE F32 e4m3(const uint8_t* p) {
   return as_f32(band(smaller, greater_i32(bxor(c, splat_i32(0x7F)), splat_i32(0))));
 }
 
-template <const uint8_t (&LEVELS)[16], int OFFSET, int MAX_CODE, int GROUPS,
-          int SCALES>
+template <const uint8_t (&LEVELS)[16], int OFFSET, int MAX_CODE, int GROUPS, int SCALES>
 struct Codebook {
   static constexpr bool kHasMinimum = false;
-  static constexpr int kOffset = OFFSET, kMaxCode = MAX_CODE, kGroups = GROUPS,
-                       kScales = SCALES;
+  static constexpr int kOffset = OFFSET, kMaxCode = MAX_CODE, kGroups = GROUPS, kScales = SCALES;
   static constexpr int kNibbleBytes = kGroups * 256;
 
   template <int S>
-  KT_INLINE static I32 code(const uint8_t *record, int group, int v) {
+  KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
     return lookup16(table16(LEVELS), nibble<S>(record + group * 256, v));
   }
-  KT_INLINE static F32 minimum(const uint8_t *, int, int, int) {
-    return zero();
-  }
-  KT_INLINE static float level(int q) {
-    return static_cast<float>(LEVELS[q] - OFFSET);
-  }
+  KT_INLINE static F32 minimum(const uint8_t*, int, int, int) { return zero(); }
+  KT_INLINE static float level(int q) { return static_cast<float>(LEVELS[q] - OFFSET); }
 };
 
 struct IQ4_NL : Codebook<kLevelsIQ4, 128, 241, 2, 1> {
-  static constexpr int kBlock = 32, kBlockBytes = sizeof(BlockIQ4_NL),
-                       kRecordBytes = kNibbleBytes + 64;
+  static constexpr int kBlock = 32, kBlockBytes = sizeof(BlockIQ4_NL), kRecordBytes = kNibbleBytes + 64;
 
-  KT_INLINE static F32 scale(const uint8_t *record, int group, int, int v) {
+  KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {
     return load_halves(record + kNibbleBytes + group * 32, v);
   }
   template <class Rows>
@@ -108,12 +102,11 @@ struct IQ4_NL : Codebook<kLevelsIQ4, 128, 241, 2, 1> {
     rows.put_half(record + kNibbleBytes + index * 32, head[0]);
     put_quarters(rows, 2, record + index * 256);
   }
-  KT_INLINE static void unpack_block(const uint8_t *record, int index, int row,
-                                     uint8_t *block) {
+  KT_INLINE static void unpack_block(const uint8_t* record, int index, int row, uint8_t* block) {
     get_quarters(record + index * 256, row, block + 2);
     std::memcpy(block, record + kNibbleBytes + index * 32 + row * 2, 2);
   }
-  static void dequantize(const uint8_t *p, float *out) {
+  static void dequantize(const uint8_t* p, float* out) {
     const float d = half_to_float(load_as<uint16_t>(p));
     for (int j = 0; j < 16; j++) {
       out[j] = d * level(p[2 + j] & 15);
@@ -123,10 +116,9 @@ struct IQ4_NL : Codebook<kLevelsIQ4, 128, 241, 2, 1> {
 };
 
 struct MXFP4 : Codebook<kLevelsE2M1, 12, 24, 4, 1> {
-  static constexpr int kBlock = 32, kBlockBytes = sizeof(BlockMXFP4),
-                       kRecordBytes = kNibbleBytes + 64;
+  static constexpr int kBlock = 32, kBlockBytes = sizeof(BlockMXFP4), kRecordBytes = kNibbleBytes + 64;
 
-  KT_INLINE static F32 scale(const uint8_t *record, int group, int, int v) {
+  KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {
     return e8m0(record + kNibbleBytes + group * 16 + v * kLanes);
   }
   template <class Rows>
@@ -136,12 +128,11 @@ struct MXFP4 : Codebook<kLevelsE2M1, 12, 24, 4, 1> {
     rows.put_byte(record + kNibbleBytes + index * 16, head[0]);
     put_quarters(rows, 1, record + index * 256);
   }
-  KT_INLINE static void unpack_block(const uint8_t *record, int index, int row,
-                                     uint8_t *block) {
+  KT_INLINE static void unpack_block(const uint8_t* record, int index, int row, uint8_t* block) {
     get_quarters(record + index * 256, row, block + 1);
     block[0] = record[kNibbleBytes + index * 16 + row];
   }
-  static void dequantize(const uint8_t *p, float *out) {
+  static void dequantize(const uint8_t* p, float* out) {
     const float d = kE8M0.value[p[0]];
     for (int j = 0; j < 16; j++) {
       out[j] = d * level(p[1 + j] & 15);
@@ -153,11 +144,9 @@ struct MXFP4 : Codebook<kLevelsE2M1, 12, 24, 4, 1> {
 // Sub-block s of 16: low nibbles of its 8 bytes are elements 16s..16s+7, high ones 16s+8..16s+15. Step j of a group has
 // to lie in one nibble of quarter j % 4: low for the group's first sub-block, high for its second.
 struct NVFP4 : Codebook<kLevelsE2M1, 12, 24, 2, 2> {
-  static constexpr int kBlock = 64, kBlockBytes = sizeof(BlockNVFP4),
-                       kRecordBytes = kNibbleBytes + 64;
+  static constexpr int kBlock = 64, kBlockBytes = sizeof(BlockNVFP4), kRecordBytes = kNibbleBytes + 64;
 
-  KT_INLINE static F32 scale(const uint8_t *record, int group, int half,
-                             int v) {
+  KT_INLINE static F32 scale(const uint8_t* record, int group, int half, int v) {
     return e4m3(record + kNibbleBytes + (group * 2 + half) * 16 + v * kLanes);
   }
   // Words a0 a1 of the first sub-block and b0 b1 of the second <-> quarters a0l:b0l a1l:b1l a0h:b0h a1h:b1h (low:high
@@ -177,25 +166,21 @@ struct NVFP4 : Codebook<kLevelsE2M1, 12, 24, 2, 2> {
       }
     }
   }
-  KT_INLINE static void unpack_block(const uint8_t *record, int, int row,
-                                     uint8_t *block) {
+  KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
     constexpr uint32_t low = 0x0F0F0F0Fu;
     KT_UNROLL for (int g = 0; g < 2; g++) {
       KT_UNROLL for (int j = 0; j < 2; j++) {
-        const uint32_t first = load_as<uint32_t>(record + g * 256 + j * 64 +
-                                                 row * 4),
-                       second = load_as<uint32_t>(record + g * 256 +
-                                                  (j + 2) * 64 + row * 4);
-        const uint32_t a = (first & low) | (second & low) << 4,
-                       b = (first >> 4 & low) | (second & ~low);
+        const uint32_t first = load_as<uint32_t>(record + g * 256 + j * 64 + row * 4),
+                       second = load_as<uint32_t>(record + g * 256 + (j + 2) * 64 + row * 4);
+        const uint32_t a = (first & low) | (second & low) << 4, b = (first >> 4 & low) | (second & ~low);
         std::memcpy(block + 4 + g * 16 + j * 4, &a, 4);
         std::memcpy(block + 12 + g * 16 + j * 4, &b, 4);
       }
     }
-    KT_UNROLL for (int i = 0; i < 4; i++) block[i] =
-        record[kNibbleBytes + i * 16 + row];
+    KT_UNROLL for (int i = 0; i < 4; i++)
+      block[i] = record[kNibbleBytes + i * 16 + row];
   }
-  static void dequantize(const uint8_t *p, float *out) {
+  static void dequantize(const uint8_t* p, float* out) {
     for (int s = 0; s < 4; s++) {
       const float d = kE4M3.value[p[s]];
       for (int j = 0; j < 8; j++) {
@@ -208,21 +193,14 @@ struct NVFP4 : Codebook<kLevelsE2M1, 12, 24, 2, 2> {
 
 struct IQ4_XS : Codebook<kLevelsIQ4, 128, 241, 8, 1> {
   static constexpr int kBlock = 256, kBlockBytes = sizeof(BlockIQ4_XS);
-  static constexpr int kLowBytes = kNibbleBytes, kHighBytes = kLowBytes + 64,
-                       kScaleBytes = kHighBytes + 32,
+  static constexpr int kLowBytes = kNibbleBytes, kHighBytes = kLowBytes + 64, kScaleBytes = kHighBytes + 32,
                        kRecordBytes = kScaleBytes + 32;
 
-  KT_INLINE static F32 scale(const uint8_t *record, int group, int, int v) {
-    const I32 low = shift_right_32(
-        load_u8(record + kLowBytes + group / 2 * 16 + v * kLanes),
-        group % 2 * 4);
-    const I32 high = shift_right_32(
-        load_u8(record + kHighBytes + group / 4 * 16 + v * kLanes),
-        group % 4 * 2);
-    const I32 code = bor(band(low, splat_i32(15)),
-                         shift_left_16<4>(band(high, splat_i32(3))));
-    return mul(load_halves(record + kScaleBytes, v),
-               sub(to_f32(code), set1(32.f)));
+  KT_INLINE static F32 scale(const uint8_t* record, int group, int, int v) {
+    const I32 low = shift_right_32(load_u8(record + kLowBytes + group / 2 * 16 + v * kLanes), group % 2 * 4);
+    const I32 high = shift_right_32(load_u8(record + kHighBytes + group / 4 * 16 + v * kLanes), group % 4 * 2);
+    const I32 code = bor(band(low, splat_i32(15)), shift_left_16<4>(band(high, splat_i32(3))));
+    return mul(load_halves(record + kScaleBytes, v), sub(to_f32(code), set1(32.f)));
   }
   template <class Rows>
   KT_INLINE static void pack(const Rows& rows, uint8_t* record, int) {
@@ -232,26 +210,25 @@ struct IQ4_XS : Codebook<kLevelsIQ4, 128, 241, 8, 1> {
     rows.put_bytes(record + kLowBytes, head[1]);
     KT_UNROLL for (int i = 0; i < 2; i++)
       rows.put_byte(record + kHighBytes + i * 16, i == 0 ? shift_right_32<16>(head[0]) : shift_right_32<24>(head[0]));
-    KT_UNROLL for (int g = 0; g < 8; g++) put_quarters(rows, 8 + g * 16, record + g * 256);
-  }
-  KT_INLINE static void unpack_block(const uint8_t *record, int, int row,
-                                     uint8_t *block) {
     KT_UNROLL for (int g = 0; g < 8; g++)
-        get_quarters(record + g * 256, row, block + 8 + g * 16);
-    KT_UNROLL for (int i = 0; i < 4; i++) block[4 + i] =
-        record[kLowBytes + i * 16 + row];
-    KT_UNROLL for (int i = 0; i < 2; i++) block[2 + i] =
-        record[kHighBytes + i * 16 + row];
+      put_quarters(rows, 8 + g * 16, record + g * 256);
+  }
+  KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
+    KT_UNROLL for (int g = 0; g < 8; g++)
+      get_quarters(record + g * 256, row, block + 8 + g * 16);
+    KT_UNROLL for (int i = 0; i < 4; i++)
+      block[4 + i] = record[kLowBytes + i * 16 + row];
+    KT_UNROLL for (int i = 0; i < 2; i++)
+      block[2 + i] = record[kHighBytes + i * 16 + row];
     std::memcpy(block, record + kScaleBytes + row * 2, 2);
   }
-  static void dequantize(const uint8_t *p, float *out) {
+  static void dequantize(const uint8_t* p, float* out) {
     const float d = half_to_float(load_as<uint16_t>(p));
     const uint32_t high = load_as<uint16_t>(p + 2);
     for (int g = 0; g < 8; g++, out += 32) {
-      const int code = (p[4 + g / 2] >> (g % 2 * 4) & 15) |
-                       static_cast<int>(high >> (g * 2) & 3) << 4;
+      const int code = (p[4 + g / 2] >> (g % 2 * 4) & 15) | static_cast<int>(high >> (g * 2) & 3) << 4;
       const float scale = d * static_cast<float>(code - 32);
-      const uint8_t *qs = p + 8 + g * 16;
+      const uint8_t* qs = p + 8 + g * 16;
       for (int j = 0; j < 16; j++) {
         out[j] = scale * level(qs[j] & 15);
         out[j + 16] = scale * level(qs[j] >> 4);
@@ -260,4 +237,4 @@ struct IQ4_XS : Codebook<kLevelsIQ4, 128, 241, 8, 1> {
   }
 };
 
-} // namespace ktlinear::tinyblas::KT_TIER
+}  // namespace ktlinear::tinyblas::KT_TIER

@@ -260,7 +260,8 @@ struct SignWords {
   }
   KT_INLINE static uint64_t scales(const uint8_t* block) {
     uint64_t scales = 0;
-    KT_UNROLL for (int g = 0; g < 8; g++) scales |= uint64_t{word(block, g) >> 28} << (4 * g);
+    KT_UNROLL for (int g = 0; g < 8; g++)
+      scales |= uint64_t{word(block, g) >> 28} << (4 * g);
     return scales;
   }
   KT_INLINE static void put(uint8_t* block, const uint32_t* signs, uint64_t scales) {
@@ -349,12 +350,14 @@ struct IQ3 : Expanded<256, 1, 0, OFFSET, 2 * OFFSET, 1> {
   }
   KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
     auto step = [&](int s) KT_ALWAYS_INLINE_LAMBDA {
-      return Format::kDigits.word[Format::index(block, s)] |
-             spread_signs(Format::signs(block, s / 2) >> (s % 2 * 4)) << 3;
+      return Format::kDigits.word[Format::index(block, s)] | spread_signs(Format::signs(block, s / 2) >> (s % 2 * 4))
+                                                                 << 3;
     };
-    KT_UNROLL for (int g = 0; g < 8; g++) KT_UNROLL for (int j = 0; j < 4; j++) {
-      const uint32_t word = step(g * 8 + j) | step(g * 8 + j + 4) << 4;
-      std::memcpy(Base::codes(record, g) + j * 64 + row * 4, &word, 4);
+    KT_UNROLL for (int g = 0; g < 8; g++) {
+      KT_UNROLL for (int j = 0; j < 4; j++) {
+        const uint32_t word = step(g * 8 + j) | step(g * 8 + j + 4) << 4;
+        std::memcpy(Base::codes(record, g) + j * 64 + row * 4, &word, 4);
+      }
     }
     const uint32_t scales = static_cast<uint32_t>(Format::scales(block));
     std::memcpy(record + Base::kWords + row * 4, &scales, 4);
@@ -437,8 +440,8 @@ struct IQ1 : Expanded<128, 1, PLANES, 9, 18, SCALES> {
   // Crumb i of half j: bits 4 * (i % 2) of pair 2j + i / 2, where a pair is steps 2l and 2l + 1 in the low nibbles.
   KT_INLINE static void pack_codes(const uint8_t* block, uint8_t* record, int row) {
     KT_UNROLL for (int j = 0; j < 16; j++) {
-      const uint32_t word = kDigitsOfIQ1.word[Format::index(block, 2 * j)] |
-                            kDigitsOfIQ1.word[Format::index(block, 2 * j + 1)] << 4;
+      const uint32_t word =
+          kDigitsOfIQ1.word[Format::index(block, 2 * j)] | kDigitsOfIQ1.word[Format::index(block, 2 * j + 1)] << 4;
       std::memcpy(record + j * 64 + row * 4, &word, 4);
     }
   }
@@ -474,7 +477,8 @@ struct IQ1_S : IQ1<IQ1_S, 0, 1> {
   KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
     pack_codes(block, record, row);
     uint32_t word = 0;
-    KT_UNROLL for (int g = 0; g < 8; g++) word |= high(block, g) >> 12 << (4 * g);
+    KT_UNROLL for (int g = 0; g < 8; g++)
+      word |= high(block, g) >> 12 << (4 * g);
     std::memcpy(record + kWords + row * 4, &word, 4);
     put_d(record, row, load_as<uint16_t>(block));
   }
@@ -524,7 +528,8 @@ struct IQ1_M : IQ1<IQ1_M, 6, 2> {
   KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
     pack_codes(block, record, row);
     uint32_t down = 0;
-    KT_UNROLL for (int i = 0; i < 32; i++) down |= nibble_of(block, i) >> 3 << i;
+    KT_UNROLL for (int i = 0; i < 32; i++)
+      down |= nibble_of(block, i) >> 3 << i;
     std::memcpy(record + kWords + row * 4, &down, 4);
     uint64_t scales = 0;
     uint32_t d = 0;

@@ -29,7 +29,7 @@ KT_INLINE void transpose_fields(typename Rows::W (&w)[8 / BITS]) {
     if constexpr (SHIFT >= BITS) {
       const auto mask = Rows::all(SHIFT == 4 ? 0x0F0F0F0Fu : SHIFT == 2 ? 0x33333333u : 0x55555555u);
       constexpr int distance = SHIFT / BITS;
-  KT_UNROLL for (int i = 0; i < 8 / BITS; i++) {
+      KT_UNROLL for (int i = 0; i < 8 / BITS; i++) {
         if (i & distance) continue;
         const auto t = band(bxor(shift_right_32<SHIFT>(w[i]), w[i + distance]), mask);
         w[i + distance] = bxor(w[i + distance], t);
@@ -58,9 +58,11 @@ KT_INLINE void put_groups(const Rows& rows, int offset, uint8_t* pieces, int str
   rows.load(offset + 16, in[1]);
   KT_UNROLL for (int j = 0; j < BITS; j++) {
     typename Rows::W w[count];
-    KT_UNROLL for (int i = 0; i < count; i++) w[i] = in[word_of<BITS>(j, i) / 4][word_of<BITS>(j, i) % 4];
+    KT_UNROLL for (int i = 0; i < count; i++)
+      w[i] = in[word_of<BITS>(j, i) / 4][word_of<BITS>(j, i) % 4];
     transpose_fields<BITS, Rows>(w);
-    KT_UNROLL for (int i = 0; i < count; i++) rows.put(pieces + i * stride + j * 64, w[i]);
+    KT_UNROLL for (int i = 0; i < count; i++)
+      rows.put(pieces + i * stride + j * 64, w[i]);
   }
 }
 template <int BITS>
@@ -68,9 +70,11 @@ KT_INLINE void get_groups(const uint8_t* pieces, int stride, uint8_t* out) {
   constexpr int count = 8 / BITS;
   KT_UNROLL for (int j = 0; j < BITS; j++) {
     uint32_t w[count];
-    KT_UNROLL for (int i = 0; i < count; i++) w[i] = load_as<uint32_t>(pieces + i * stride + j * 64);
+    KT_UNROLL for (int i = 0; i < count; i++)
+      w[i] = load_as<uint32_t>(pieces + i * stride + j * 64);
     transpose_fields<BITS, OneRow>(w);
-    KT_UNROLL for (int i = 0; i < count; i++) std::memcpy(out + word_of<BITS>(j, i) * 4, &w[i], 4);
+    KT_UNROLL for (int i = 0; i < count; i++)
+      std::memcpy(out + word_of<BITS>(j, i) * 4, &w[i], 4);
   }
 }
 
@@ -244,7 +248,8 @@ struct Q6_K : SignedScales<BlockQ6_K> {
     rows.load(sizeof(BlockQ6_K) - 16, w);  // d is the last half
     put_d(rows, record, shift_right_32<16>(w[3]));
     rows.load(offsetof(BlockQ6_K, scales), w);
-    KT_UNROLL for (int i = 0; i < 4; i++) rows.put_bytes(record + kSubScales + i * 64, w[i]);
+    KT_UNROLL for (int i = 0; i < 4; i++)
+      rows.put_bytes(record + kSubScales + i * 64, w[i]);
     KT_UNROLL for (int n = 0; n < 2; n++) {
       uint8_t* codes = record + kCodes + n * 4 * kGroupBytes;
       KT_UNROLL for (int i = 0; i < 2; i++)
@@ -302,11 +307,12 @@ struct Q3_K : SignedScales<BlockQ3_K> {
     typename Rows::W w[4];
     rows.load(sizeof(BlockQ3_K) - 16, w);  // two bytes more, the twelve of scales, d
     put_d(rows, record, shift_right_32<16>(w[3]));
-    KT_UNROLL for (int i = 0; i < 3; i++) w[i] = bor(shift_right_32<16>(w[i]), shift_left_32<16>(w[i + 1]));
+    KT_UNROLL for (int i = 0; i < 3; i++)
+      w[i] = bor(shift_right_32<16>(w[i]), shift_left_32<16>(w[i + 1]));
     const auto low = Rows::all(0x0F0F0F0F), two = Rows::all(0x03030303), sign = Rows::all(0x20202020);
     for_steps<0, 4>([&]<int I>() KT_ALWAYS_INLINE_LAMBDA {
-      const auto six = bor(band(shift_right_32<I / 2 * 4>(w[I % 2]), low),
-                           shift_left_32<4>(band(shift_right_32<I * 2>(w[2]), two)));
+      const auto six =
+          bor(band(shift_right_32<I / 2 * 4>(w[I % 2]), low), shift_left_32<4>(band(shift_right_32<I * 2>(w[2]), two)));
       // less 32: bit 5 turned, then copied to the two above it
       const auto turned = bxor(six, sign), top = band(turned, sign);
       rows.put_bytes(record + kSubScales + I * 64, bor(turned, bor(shift_left_32<1>(top), shift_left_32<2>(top))));
@@ -370,7 +376,8 @@ struct Q2_K : SuperBlock<BlockQ2_K> {
     rows.load(sizeof(BlockQ2_K) - 16, w);  // d and dmin are the last word
     put_d(rows, record, w[3]);
     rows.load(offsetof(BlockQ2_K, scales), w);
-    KT_UNROLL for (int i = 0; i < 4; i++) rows.put(record + kSubScales + i * 64, w[i]);
+    KT_UNROLL for (int i = 0; i < 4; i++)
+      rows.put(record + kSubScales + i * 64, w[i]);
     KT_UNROLL for (int n = 0; n < 2; n++)
       put_groups<2>(rows, offsetof(BlockQ2_K, qs) + n * 32, record + kCodes + n * 4 * kGroupBytes, kGroupBytes);
   }

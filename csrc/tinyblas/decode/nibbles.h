@@ -56,7 +56,8 @@ struct Nibbles {
     typename Rows::W head[4], qs[4];
     rows.load(0, head);  // d, m or two bytes more; then qh
     rows.load(offsetof(Block, qs), qs);
-    KT_UNROLL for (int j = 0; j < 4; j++) rows.put(g + j * 64, qs[j]);
+    KT_UNROLL for (int j = 0; j < 4; j++)
+      rows.put(g + j * 64, qs[j]);
     rows.put_half(record + kScaleBytes + index * 32, head[0]);
     const auto second = shift_right_32<16>(head[0]);
     if constexpr (kHasMinimum) rows.put_half(record + kMinimumBytes + index * 32, second);
@@ -65,7 +66,8 @@ struct Nibbles {
   }
   KT_INLINE static void unpack_block(const uint8_t* record, int index, int row, uint8_t* block) {
     const uint8_t* g = record + index * kGroupBytes + row * 4;
-    KT_UNROLL for (int j = 0; j < 4; j++) std::memcpy(block + offsetof(Block, qs) + j * 4, g + j * 64, 4);
+    KT_UNROLL for (int j = 0; j < 4; j++)
+      std::memcpy(block + offsetof(Block, qs) + j * 4, g + j * 64, 4);
     if constexpr (kHasBit) {
       const uint32_t bits = from_planes(load_as<uint32_t>(g + 256));
       std::memcpy(block + offsetof(Block, qh), &bits, 4);

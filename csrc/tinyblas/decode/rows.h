@@ -34,7 +34,8 @@ struct OneRow {
   KT_INLINE void put_half(uint8_t* piece, W w) const { std::memcpy(piece + row * 2, &w, 2); }
   KT_INLINE void put_byte(uint8_t* piece, W w) const { piece[row] = static_cast<uint8_t>(w); }
   KT_INLINE void put_bytes(uint8_t* piece, W w) const {
-    KT_UNROLL for (int j = 0; j < 4; j++) piece[j * 16 + row] = static_cast<uint8_t>(w >> (8 * j));
+    KT_UNROLL for (int j = 0; j < 4; j++)
+      piece[j * 16 + row] = static_cast<uint8_t>(w >> (8 * j));
   }
 };
 

@@ -82,19 +82,20 @@ struct TQ2_0 : Ternary {
   static constexpr int kBlockBytes = sizeof(BlockTQ2_0);
 
   KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
-    KT_UNROLL for (int i = 0; i < 16; i++) std::memcpy(record + i * 64 + row * 4, block + i * 4, 4);
+    KT_UNROLL for (int i = 0; i < 16; i++)
+      std::memcpy(record + i * 64 + row * 4, block + i * 4, 4);
     std::memcpy(record + kScaleBytes + row * 2, block + 64, 2);
     std::memset(record + kRestBytes + row * 2, 0, 2);
   }
   KT_INLINE static void unpack_block(const uint8_t* record, int, int row, uint8_t* block) {
-    KT_UNROLL for (int i = 0; i < 16; i++) std::memcpy(block + i * 4, record + i * 64 + row * 4, 4);
+    KT_UNROLL for (int i = 0; i < 16; i++)
+      std::memcpy(block + i * 4, record + i * 64 + row * 4, 4);
     std::memcpy(block + 64, record + kScaleBytes + row * 2, 2);
   }
-  static void dequantize(const uint8_t *p, float *out) {
+  static void dequantize(const uint8_t* p, float* out) {
     const float d = half_to_float(load_as<uint16_t>(p + 64));
     for (int i = 0; i < 256; i++)
-      out[i] = d * static_cast<float>(
-                       (p[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3) - 1);
+      out[i] = d * static_cast<float>((p[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3) - 1);
   }
 };
 
@@ -156,7 +157,7 @@ struct TQ1_0 : Ternary {
     }
     std::memcpy(block + 52, record + kScaleBytes + row * 2, 2);
   }
-  static void dequantize(const uint8_t *p, float *out) {
+  static void dequantize(const uint8_t* p, float* out) {
     const float d = half_to_float(load_as<uint16_t>(p + 52));
     for (int i = 0; i < 256; i++) {
       const Digit at = place(i / 32, i % 32 / 4);
@@ -166,4 +167,4 @@ struct TQ1_0 : Ternary {
   }
 };
 
-} // namespace ktlinear::tinyblas::KT_TIER
+}  // namespace ktlinear::tinyblas::KT_TIER

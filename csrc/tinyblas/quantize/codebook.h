@@ -93,7 +93,7 @@ struct Quantizer<Type::IQ4_XS> {
     LevelsIQ4::scales(g, s, 256, scales);
     BlockIQ4_XS blocks[2] = {};
     for (int i = 0; i < 2; i++) {
-      float(&each)[8] = *reinterpret_cast<float(*)[8]>(scales + i * 8);
+      float (&each)[8] = *reinterpret_cast<float (*)[8]>(scales + i * 8);
       blocks[i].d = float_to_half(extreme_of<8>(each) / -32.f);
       const float d = half_to_float(blocks[i].d), inverse = d != 0 ? 1.f / d : 0.f;
       for (int j = 0; j < 8; j++) {
@@ -175,8 +175,7 @@ struct Quantizer<Type::MXFP4> {
     uint8_t e[16];
     for (int i = 0; i < 16; i++) {
       const float amax = abs_of(extreme_of<32>(s.x + i * 32));
-      const int code =
-          amax > 0 ? static_cast<int>(__builtin_floorf(__builtin_log2f(min_of(amax, 0x1p127f)))) + 125 : 0;
+      const int code = amax > 0 ? static_cast<int>(__builtin_floorf(__builtin_log2f(min_of(amax, 0x1p127f)))) + 125 : 0;
       e[i] = static_cast<uint8_t>(max_of(code - (s.importance != nullptr), 0));
     }
     if (s.importance) LevelsE2M1::choose(g, s.importance, kE8M0.value, 2, 254, e);

@@ -63,9 +63,11 @@ template <int N>
 KT_INLINE void load_groups(const float* p, F32* elements) {
   for (int first = 0; first < N; first += kLanes) {
     F32 tile[kLanes];
-  KT_UNROLL for (int g = 0; g < kLanes; g++) tile[g] = load(p + g * N + first);
+    KT_UNROLL for (int g = 0; g < kLanes; g++)
+      tile[g] = load(p + g * N + first);
     transpose(tile);
-    KT_UNROLL for (int i = 0; i < kLanes; i++) elements[first + i] = tile[i];
+    KT_UNROLL for (int i = 0; i < kLanes; i++)
+      elements[first + i] = tile[i];
   }
 }
 
@@ -126,7 +128,8 @@ struct Codes {
   KT_INLINE void put(int b, const F32* l) {
     for (int i = 0; i < N / 4; i++) {
       Int w = to_int(l[i * 4]) & 255;
-      KT_UNROLL for (int j = 1; j < 4; j++) w |= (to_int(l[i * 4 + j]) & 255) << (8 * j);
+      KT_UNROLL for (int j = 1; j < 4; j++)
+        w |= (to_int(l[i * 4 + j]) & 255) << (8 * j);
       std::memcpy(&word[i][b * kLanes], &w, sizeof w);
     }
   }

@@ -76,9 +76,8 @@ KT_INLINE void load_words(const uint8_t* p, int64_t stride, I32 (&w)[4]) {
   __m256i a[4];
   KT_UNROLL for (int r = 0; r < 4; r++) {
     const uint8_t* row = p + r * stride;
-    a[r] = _mm256_inserti128_si256(
-        _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row))),
-        _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 4 * stride)), 1);
+    a[r] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row))),
+                                   _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 4 * stride)), 1);
   }
   const __m256i t0 = _mm256_unpacklo_epi32(a[0], a[1]), t1 = _mm256_unpackhi_epi32(a[0], a[1]);
   const __m256i t2 = _mm256_unpacklo_epi32(a[2], a[3]), t3 = _mm256_unpackhi_epi32(a[2], a[3]);

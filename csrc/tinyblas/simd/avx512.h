@@ -64,7 +64,8 @@ KT_INLINE void transpose(F32 (&r)[16]) {
   // t[4i + j] holds, in quarter q, column 4q + j of rows 4i..4i+3.
   KT_UNROLL for (int j = 0; j < 4; j++) {
     const __m512 a = _mm512_shuffle_f32x4(t[j], t[4 + j], 0x88), b = _mm512_shuffle_f32x4(t[j], t[4 + j], 0xDD);
-    const __m512 c = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0x88), d = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0xDD);
+    const __m512 c = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0x88),
+                 d = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0xDD);
     r[j] = _mm512_shuffle_f32x4(a, c, 0x88);
     r[4 + j] = _mm512_shuffle_f32x4(b, d, 0x88);
     r[8 + j] = _mm512_shuffle_f32x4(a, c, 0xDD);
@@ -153,9 +154,7 @@ KT_INLINE I32 add_i32(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
 KT_INLINE int32_t max_lane(I32 v) { return _mm512_reduce_max_epi32(v); }
 KT_INLINE int32_t sum_lanes(I32 v) { return _mm512_reduce_add_epi32(v); }
 KT_INLINE I32 round_i32(F32 v) { return _mm512_cvtps_epi32(v); }
-KT_INLINE void store_i8(int8_t* p, I32 v) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
-}
+KT_INLINE void store_i8(int8_t* p, I32 v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
 
 }  // namespace ktlinear::tinyblas::KT_TIER
 

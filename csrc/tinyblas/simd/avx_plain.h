@@ -25,7 +25,8 @@ KT_INLINE F32 load_f16(const uint16_t* p) {
 KT_INLINE void store_f16(uint16_t* p, F32 v) {
   alignas(32) float f[8];
   _mm256_store_ps(f, v);
-  KT_UNROLL for (int i = 0; i < 8; i++) p[i] = float_to_half(f[i]);
+  KT_UNROLL for (int i = 0; i < 8; i++)
+    p[i] = float_to_half(f[i]);
 }
 
 }  // namespace ktlinear::tinyblas::KT_TIER

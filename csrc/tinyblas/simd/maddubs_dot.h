@@ -23,7 +23,8 @@ struct Dot {
   static constexpr bool kAllBytes = false, kPairs = false;
   static constexpr int kParts = 0, kXBytes = 32;
   KT_INLINE static void store_x(void* out, const I32 (&q)[32 / kLanes]) {
-    KT_UNROLL for (int i = 0; i < 32 / kLanes; i++) store_i8(static_cast<int8_t*>(out) + i * kLanes, q[i]);
+    KT_UNROLL for (int i = 0; i < 32 / kLanes; i++)
+      store_i8(static_cast<int8_t*>(out) + i * kLanes, q[i]);
   }
   KT_INLINE static I32 begin(const void*) { return splat_i32(0); }
   KT_INLINE static I32 widen(I32 acc) { return madd(acc, splat_i32(0x00010001)); }
@@ -51,7 +52,8 @@ struct DotLanes : Dot {
   // For each part a pair of int16: -offset * the sums of elements 4s, 4s + 1 and 4s + 2, 4s + 3 over its steps s.
   KT_INLINE static void starts(const I32 (&q)[32 / kLanes], int offset, int32_t* out) {
     alignas(64) int32_t steps[32];
-    KT_UNROLL for (int i = 0; i < 32 / kLanes; i++) store_i(steps + i * kLanes, q[i]);
+    KT_UNROLL for (int i = 0; i < 32 / kLanes; i++)
+      store_i(steps + i * kLanes, q[i]);
     KT_UNROLL for (int i = 0; i < PARTS; i++) {
       __m128i sum = _mm_setzero_si128();
       KT_UNROLL for (int s = (8 * i + PARTS - 1) / PARTS; s < (8 * i + 8 + PARTS - 1) / PARTS; s++)
@@ -73,7 +75,8 @@ struct DotWide {
   static constexpr int kParts = 0, kXBytes = 64;
   KT_INLINE static void store_x(void* out, const I32 (&q)[32 / kLanes]) {
     alignas(64) int32_t x[32];
-    KT_UNROLL for (int i = 0; i < 32 / kLanes; i++) store_i(x + i * kLanes, q[i]);
+    KT_UNROLL for (int i = 0; i < 32 / kLanes; i++)
+      store_i(x + i * kLanes, q[i]);
     const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
     KT_UNROLL for (int i = 0; i < 4; i++) {
       const __m128i* p = reinterpret_cast<const __m128i*>(x + i * 8);
@@ -140,7 +143,8 @@ using DotFor = typename DotOfParts<parts_of<D>()>::type;
 template <int CHAINS>
 KT_INLINE int64_t dot_peak(int64_t iterations) {
   I32 acc[CHAINS];
-  KT_UNROLL for (int i = 0; i < CHAINS; i++) acc[i] = splat_i32(i);
+  KT_UNROLL for (int i = 0; i < CHAINS; i++)
+    acc[i] = splat_i32(i);
   I32 a = splat_i8(3), b = splat_i8(5);
   for (int64_t n = 0; n < iterations; n++) {
     KT_UNROLL for (int i = 0; i < CHAINS; i++) {
@@ -149,7 +153,8 @@ KT_INLINE int64_t dot_peak(int64_t iterations) {
       opaque(acc[i]);  // chain by chain: in the compiler's order they run 10 % slower
     }
   }
-  KT_UNROLL for (int i = 0; i < CHAINS; i++) opaque(acc[i]);
+  KT_UNROLL for (int i = 0; i < CHAINS; i++)
+    opaque(acc[i]);
   return iterations * CHAINS * kLanes * 4 * 2;
 }
 

@@ -96,9 +96,7 @@ KT_INLINE uint8x8_t load_four(const uint8_t* p) { return vcreate_u8(load_as<uint
 KT_INLINE I32 load_u8(const uint8_t* p) {
   return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(load_four(p)))));
 }
-KT_INLINE I32 load_s8(const uint8_t* p) {
-  return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_four(p)))));
-}
+KT_INLINE I32 load_s8(const uint8_t* p) { return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_four(p))))); }
 KT_INLINE void store_low_16(uint8_t* p, I32 v) { vst1_u8(p, vreinterpret_u8_s16(vmovn_s32(v))); }
 KT_INLINE void store_low_8(uint8_t* p, I32 v) {
   const int16x4_t low = vmovn_s32(v);
@@ -117,9 +115,11 @@ KT_INLINE F32 as_f32(I32 v) { return vreinterpretq_f32_s32(v); }
 KT_INLINE I32 as_i32(F32 v) { return vreinterpretq_s32_f32(v); }
 KT_INLINE void load_words(const uint8_t* p, int64_t stride, I32 (&w)[4]) {
   F32 rows[4];
-  KT_UNROLL for (int r = 0; r < 4; r++) rows[r] = as_f32(load_i(p + r * stride));
+  KT_UNROLL for (int r = 0; r < 4; r++)
+    rows[r] = as_f32(load_i(p + r * stride));
   transpose(rows);
-  KT_UNROLL for (int j = 0; j < 4; j++) w[j] = as_i32(rows[j]);
+  KT_UNROLL for (int j = 0; j < 4; j++)
+    w[j] = as_i32(rows[j]);
 }
 KT_INLINE I32 greater_i32(I32 a, I32 b) { return vreinterpretq_s32_u32(vcgtq_s32(a, b)); }
 KT_INLINE I32 max_i32(I32 a, I32 b) { return vmaxq_s32(a, b); }

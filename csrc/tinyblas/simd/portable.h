@@ -52,10 +52,12 @@ KT_INLINE F32 load_bf16(const uint16_t* p) {
              bf16_to_float(load_as<uint16_t>(p + 2)), bf16_to_float(load_as<uint16_t>(p + 3))};
 }
 KT_INLINE void store_f16(uint16_t* p, F32 v) {
-  KT_UNROLL for (int i = 0; i < 4; i++) p[i] = float_to_half(v[i]);
+  KT_UNROLL for (int i = 0; i < 4; i++)
+    p[i] = float_to_half(v[i]);
 }
 KT_INLINE void store_bf16(uint16_t* p, F32 v) {
-  KT_UNROLL for (int i = 0; i < 4; i++) p[i] = float_to_bf16(v[i]);
+  KT_UNROLL for (int i = 0; i < 4; i++)
+    p[i] = float_to_bf16(v[i]);
 }
 KT_INLINE F32 add(F32 a, F32 b) { return a + b; }
 KT_INLINE F32 sub(F32 a, F32 b) { return a - b; }
@@ -66,12 +68,15 @@ KT_INLINE F32 sqrt_of(F32 v) {
 }
 KT_INLINE float sum(F32 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 KT_INLINE void sum4(const F32* v, float* out) {
-  KT_UNROLL for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
+  KT_UNROLL for (int i = 0; i < 4; i++)
+    out[i] = sum(v[i]);
 }
 KT_INLINE void transpose(F32 (&r)[4]) {
   F32 t[4];
-  KT_UNROLL for (int i = 0; i < 4; i++) t[i] = F32{r[0][i], r[1][i], r[2][i], r[3][i]};
-  KT_UNROLL for (int i = 0; i < 4; i++) r[i] = t[i];
+  KT_UNROLL for (int i = 0; i < 4; i++)
+    t[i] = F32{r[0][i], r[1][i], r[2][i], r[3][i]};
+  KT_UNROLL for (int i = 0; i < 4; i++)
+    r[i] = t[i];
 }
 
 KT_INLINE I32 load_i(const void* p) { return load_as<I32>(p); }
@@ -98,12 +103,14 @@ KT_INLINE I32 table16(const uint8_t* t) { return load_i(t); }
 KT_INLINE I32 lookup16(I32 table, I32 index) {
   const U8 t = reinterpret_cast<U8>(table), i = reinterpret_cast<U8>(index);
   U8 out{};
-  KT_UNROLL for (int j = 0; j < 16; j++) out[j] = t[i[j]];
+  KT_UNROLL for (int j = 0; j < 16; j++)
+    out[j] = t[i[j]];
   return reinterpret_cast<I32>(out);
 }
 KT_INLINE I32 load_u8(const uint8_t* p) { return I32{p[0], p[1], p[2], p[3]}; }
 KT_INLINE I32 load_s8(const uint8_t* p) {
-  return I32{static_cast<int8_t>(p[0]), static_cast<int8_t>(p[1]), static_cast<int8_t>(p[2]), static_cast<int8_t>(p[3])};
+  return I32{static_cast<int8_t>(p[0]), static_cast<int8_t>(p[1]), static_cast<int8_t>(p[2]),
+             static_cast<int8_t>(p[3])};
 }
 template <int N>
 KT_INLINE I32 shift_right_32(I32 v) {  // logical
@@ -118,7 +125,8 @@ KT_INLINE I32 mul_low_16(I32 a, I32 b) {
 }
 KT_INLINE void store_i(void* p, I32 v) { std::memcpy(p, &v, sizeof v); }
 KT_INLINE void store_low_8(uint8_t* p, I32 v) {
-  KT_UNROLL for (int i = 0; i < 4; i++) p[i] = static_cast<uint8_t>(v[i]);
+  KT_UNROLL for (int i = 0; i < 4; i++)
+    p[i] = static_cast<uint8_t>(v[i]);
 }
 KT_INLINE void store_low_16(uint8_t* p, I32 v) {
   KT_UNROLL for (int i = 0; i < 4; i++) {
@@ -127,15 +135,22 @@ KT_INLINE void store_low_16(uint8_t* p, I32 v) {
   }
 }
 KT_INLINE void store_bytes(uint8_t* p, I32 v) {
-  KT_UNROLL for (int j = 0; j < 4; j++)
-    KT_UNROLL for (int i = 0; i < 4; i++) p[j * 16 + i] = static_cast<uint8_t>(static_cast<uint32_t>(v[i]) >> (8 * j));
+  KT_UNROLL for (int j = 0; j < 4; j++) {
+    KT_UNROLL for (int i = 0; i < 4; i++)
+      p[j * 16 + i] = static_cast<uint8_t>(static_cast<uint32_t>(v[i]) >> (8 * j));
+  }
 }
 KT_INLINE void load_words(const uint8_t* p, int64_t stride, I32 (&w)[4]) {
-  KT_UNROLL for (int j = 0; j < 4; j++) KT_UNROLL for (int r = 0; r < 4; r++) w[j][r] = load_as<int32_t>(p + r * stride + j * 4);
+  KT_UNROLL for (int j = 0; j < 4; j++) {
+    KT_UNROLL for (int r = 0; r < 4; r++)
+      w[j][r] = load_as<int32_t>(p + r * stride + j * 4);
+  }
 }
 KT_INLINE I32 greater_i32(I32 a, I32 b) { return a > b; }
 KT_INLINE I32 max_i32(I32 a, I32 b) { return a > b ? a : b; }
-KT_INLINE I32 add_i32(I32 a, I32 b) { return reinterpret_cast<I32>(reinterpret_cast<U32>(a) + reinterpret_cast<U32>(b)); }
+KT_INLINE I32 add_i32(I32 a, I32 b) {
+  return reinterpret_cast<I32>(reinterpret_cast<U32>(a) + reinterpret_cast<U32>(b));
+}
 KT_INLINE F32 as_f32(I32 v) { return reinterpret_cast<F32>(v); }
 KT_INLINE I32 as_i32(F32 v) { return reinterpret_cast<I32>(v); }
 KT_INLINE F32 to_f32(I32 v) { return __builtin_convertvector(v, F32); }

@@ -31,7 +31,8 @@ struct Dot {
   static constexpr bool kAllBytes = true, kPairs = true;
   static constexpr int kParts = 0, kXBytes = 32;
   KT_INLINE static void store_x(void* out, const I32 (&q)[32 / kLanes]) {
-    KT_UNROLL for (int i = 0; i < 32 / kLanes; i++) store_i8(static_cast<int8_t*>(out) + i * kLanes, q[i]);
+    KT_UNROLL for (int i = 0; i < 32 / kLanes; i++)
+      store_i8(static_cast<int8_t*>(out) + i * kLanes, q[i]);
   }
   KT_INLINE static I32 begin(const void* init) { return splat_i32(load_as<int32_t>(init)); }
   KT_INLINE static I32 end(I32 acc, const void*) { return acc; }
@@ -51,7 +52,8 @@ using PanelFor = BytePanel<D>;
 template <int CHAINS>
 KT_INLINE int64_t dot_peak(int64_t iterations) {
   I32 acc[CHAINS], a = splat_i8(3), b = splat_i8(5);
-  KT_UNROLL for (int i = 0; i < CHAINS; i++) acc[i] = splat_i32(0);
+  KT_UNROLL for (int i = 0; i < CHAINS; i++)
+    acc[i] = splat_i32(0);
   for (int64_t n = 0; n < iterations; n++) {
     KT_UNROLL for (int i = 0; i < CHAINS; i++)
       asm volatile(KT_VEX "vpdpbusd %2, %1, %0" : "+v"(acc[i]) : "v"(a), "v"(b));
