@@ -169,8 +169,8 @@ Rows row_format(const char* op, const View& weight, std::optional<int64_t> weigh
   return r;
 }
 
-// Uses `matrix`'s rows in place if they lie `ldw` bytes apart, each contiguous, and floats are aligned (GGUF blocks need
-// not be). False otherwise.
+// Uses `matrix`'s rows in place if they lie `ldw` bytes apart, each contiguous, and floats are aligned (GGUF blocks
+// need not be). False otherwise.
 bool use_in_place(Rows& r, const View& matrix) {
   const int64_t alignment = tinyblas::is_float(r.format->type) ? r.format->block_bytes : 1;
   if (!matrix.one_row_step(&r.ldw)) return false;

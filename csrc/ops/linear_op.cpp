@@ -19,7 +19,8 @@ using tinyblas::Type;
 
 namespace {
 
-// Problems of one x and one weight type share the prepared activations, which do not depend on N, and a parallel region.
+// Problems of one x and one weight type share the prepared activations, which do not depend on N, and a parallel
+// region.
 using Problems = std::span<Problem>;
 constexpr size_t kMostProblems = 8;
 

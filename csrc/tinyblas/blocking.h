@@ -25,7 +25,8 @@ struct Blocking {
 inline constexpr Blocking kBlockings[] = {
     // tier           mr nv   kc  bp  dot_mr max   imr ip   ikc ibp  c_in_regs direct
     {"unsupported", 4, 2, 256, 4, 3, 4, 0, 0, 0, 0, false, 0},
-    // 32 registers of four lanes: 8 x 12 sums; int8, 6 x 16 sums, and one row less where a product takes three instructions
+    // 32 registers of four lanes: 8 x 12 sums; int8, 6 x 16 sums, and one row less where a product takes three
+    // instructions
     {"arm80", 8, 3, 256, 4, 3, 8, 5, 1, 512, 4, false, 4},
     {"arm82", 8, 3, 256, 4, 3, 8, 6, 1, 512, 4, false, 4},
     {"arm86", 8, 3, 256, 4, 3, 8, 6, 1, 512, 4, false, 4},

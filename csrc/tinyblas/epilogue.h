@@ -16,7 +16,8 @@ KT_INLINE void store_float(void* p, Type t, int64_t i, F32 v) {
   t == Type::F16 ? store_f16(h, v) : store_bf16(h, v);
 }
 
-// Element (row, col) of x and of y. Rows of x are gathered, and those of y scattered, where they are read and written anyway.
+// Element (row, col) of x and of y. Rows of x are gathered, and those of y scattered, where they are read and written
+// anyway.
 KT_INLINE int64_t x_index(const Problem& p, int64_t row, int64_t col) {
   return (p.x_rows ? p.x_rows[row] : row) * p.ldx + col;
 }
@@ -24,7 +25,8 @@ KT_INLINE int64_t y_index(const Problem& p, int64_t row, int64_t col) {
   return (p.y_rows ? p.y_rows[row] : row) * p.ldy + col;
 }
 
-// y[row][col .. col + count) = c[0 .. count) + bias. WIDTH: the usual count, for which the loop unrolls; others take the tail loop.
+// y[row][col .. col + count) = c[0 .. count) + bias. WIDTH: the usual count, for which the loop unrolls; others take
+// the tail loop.
 template <int WIDTH>
 KT_NOINLINE void store_outputs(const Problem& p, int64_t row, int64_t col, const float* c, int64_t count) {
   const int64_t y = y_index(p, row, col);

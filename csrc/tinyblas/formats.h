@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-// The functions here are `static`: each translation unit keeps its own copy, so the linker can never hand one that was compiled
-// with AVX-512 to code that runs on an older CPU.
+// The functions here are `static`: each translation unit keeps its own copy, so the linker can never hand one that was
+// compiled with AVX-512 to code that runs on an older CPU.
 namespace ktlinear::tinyblas {
 
 enum class Type : int32_t {

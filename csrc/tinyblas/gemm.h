@@ -1,10 +1,12 @@
-// The GEMM driver, one for all: x packed by tiles of rows, W turned slice by slice of K into panels, by a Kernel that knows how.
+// The GEMM driver, one for all: x packed by tiles of rows, W turned slice by slice of K into panels, by a Kernel that
+// knows how.
 //
 //   panel      the Kernel's own layout, kWidth rows of W by kc of K      (L1)
 //   C          for each panel of the block, each tile: [tile rows][kWidth] fp32   (L2; the sums of earlier K slices)
 //
-// Loops: block of panels -> K slice -> panel -> tile. A slice of x is reused by all panels of the block while it is in L2, and
-// a panel by all tiles while it is in L1. Every sum runs over K in order, slice by slice: its bits depend on nothing but kc.
+// Loops: block of panels -> K slice -> panel -> tile. A slice of x is reused by all panels of the block while it is in
+// L2, and a panel by all tiles while it is in L1. Every sum runs over K in order, slice by slice: its bits depend on
+// nothing but kc.
 //
 // Kernel:  kWidth, kTileRows; panel_bytes(kc)
 //          void fill(int64_t n, int64_t k, int64_t kc, void* panel)             W[n..n+kWidth)[k..k+kc) -> panel
@@ -48,7 +50,8 @@ struct Tile {
   Fetch fetch;
 };
 
-// `total` in even parts: 9 rows at MR = 8 are 5 + 4, not 8 + 1. One division for all: a tile is over in a thousand cycles.
+// `total` in even parts: 9 rows at MR = 8 are 5 + 4, not 8 + 1. One division for all: a tile is over in a thousand
+// cycles.
 struct Parts {
   int64_t size, longer;  // the first `longer` parts have one more
   KT_INLINE Parts(int64_t total, int64_t parts) : size(total / parts), longer(total % parts) {}

@@ -65,7 +65,8 @@ KT_INLINE void tile_f32_rows(const Tile& t, const float* x) {
   with_rows<kMR>(t.rows, [&]<int R>() { tile_f32<Arithmetic, R, V>(x, w, t.kc, t.c, t.accumulate, t.fetch); });
 }
 
-// Source:  void fill(int64_t n, int vectors, int64_t k, int64_t kc, float* panel);  NextSlice next(int64_t n, int64_t k, int64_t kc)
+// Source:  void fill(int64_t n, int vectors, int64_t k, int64_t kc, float* panel)
+//          NextSlice next(int64_t n, int64_t k, int64_t kc)
 template <class Source, class Arithmetic = Fp32>
 struct KernelF32 {
   static constexpr int kWidth = kNR, kTileRows = kMR;

@@ -7,9 +7,10 @@
 //   t = fma(sum, dx, -MAGIC * dx) = dx * isum, rounded once;   C = fma(t, s, C)
 // dx is rounded up to 12 significant bits, which makes MAGIC * dx exact.
 //
-// Formats with a scale per 16 elements take each half of a group on its own (four FMAs instead of two), unless the product of code
-// and sub-scale fits a byte: then that is the code (`Folded`), where the tier multiplies all unsigned bytes. With VNNI and zmm the two sums
-// are converted (vcvtdq2ps has ports of its own on Zen 4) and meet before dx: a product and two FMAs,
+// Formats with a scale per 16 elements take each half of a group on its own (four FMAs instead of two), unless the
+// product of code and sub-scale fits a byte: then that is the code (`Folded`), where the tier multiplies all unsigned
+// bytes. With VNNI and zmm the two sums are converted (vcvtdq2ps has ports of its own on Zen 4) and meet before dx: a
+// product and two FMAs,
 //   C += dx * (s0 * isum0 + s1 * isum1)
 //
 // Quantized x, for each K slice, for each tile of R rows, for each group: one record of R * 44 bytes or more
@@ -18,14 +19,16 @@
 //   sum, one per minimum: fp32 dx * xsum
 // The products of maddubs_dot.h have other starts, and may have int16 q.
 //
-// Minima that are integers times one dmin per super-block (K-quants) take no FMA in each group, where the tier multiplies pairs of
-// int16: the sums dx * xsum of a super-block are rounded to int16 with one scale ds, a power of two, and
+// Minima that are integers times one dmin per super-block (K-quants) take no FMA in each group, where the tier
+// multiplies pairs of int16: the sums dx * xsum of a super-block are rounded to int16 with one scale ds, a power of
+// two, and
 //   y += dmin * ds * (sum of m * t),   t ~ dx * xsum / ds,   |sum| <= 8 * 63 * 32767 < 2^24, exact as fp32
-// A tail follows the records of the super-block's eight groups: | [pairs][R] two int16 t | R x fp32 ds |. Pair j is sub-blocks i and
-// i + 2, i = 4 (j / 2) + j % 2, as shifts and masks of a word of four minima give them.
+// A tail follows the records of the super-block's eight groups: | [pairs][R] two int16 t | R x fp32 ds |. Pair j is
+// sub-blocks i and i + 2, i = 4 (j / 2) + j % 2, as shifts and masks of a word of four minima give them.
 //
-// Special values: a group with NaN or infinity has dx = NaN, and so has its output; a group whose amax is below 2^-118 (its
-// scale would be subnormal) counts as zero; amax above 2^100 would overflow MAGIC * dx and is refused: the caller goes exact.
+// Special values: a group with NaN or infinity has dx = NaN, and so has its output; a group whose amax is below 2^-118
+// (its scale would be subnormal) counts as zero; amax above 2^100 would overflow MAGIC * dx and is refused: the caller
+// goes exact.
 #pragma once
 
 #include <type_traits>
@@ -72,8 +75,8 @@ KT_INLINE F32 minimum_of(const uint8_t* record, int group, int i, int v, F32 sca
   return kRecentred<D> ? fma(set1(static_cast<float>(kRecentred<D>)), scale, minimum) : minimum;
 }
 
-// The view of a format that the kernels here take. Folded, a format with minima has two of them but one scale in a group: only pairs
-// can take them.
+// The view of a format that the kernels here take. Folded, a format with minima has two of them but one scale in a
+// group: only pairs can take them.
 template <class D>
 struct IntegerView {
   using type = D;
@@ -171,7 +174,8 @@ KT_INLINE void quantize_sums(const float (&totals)[16], uint8_t* tail, int r, in
   std::memcpy(tail + (K::kPairs * rows + r) * 4, &scale, 4);
 }
 
-// K of x that one unit quantizes, at small M: a single tile is shared by the threads. K slices are parts of it or all of K.
+// K of x that one unit quantizes, at small M: a single tile is shared by the threads. K slices are parts of it or all
+// of K.
 inline constexpr int kPrepareKC = 1024;
 
 KT_INLINE int64_t prepare_chunk(const Problem& p, const Plan& plan) { return plan.path == kDirect ? kPrepareKC : p.k; }
@@ -222,8 +226,8 @@ KT_INLINE const void* start_of(const float* meta, int i) {
 
 // ---------------------------------------------------------------- small M: weights decoded in registers
 
-// Bytes of software prefetch, with zmm to L2: more lines can be on their way there than to L1. With ymm, whose loads are
-// twice as many, to L1: Q4_K reads 42 GB/s instead of 34. A constant, or the addresses fill the registers.
+// Bytes of software prefetch, with zmm to L2: more lines can be on their way there than to L1. With ymm, whose loads
+// are twice as many, to L1: Q4_K reads 42 GB/s instead of 34. A constant, or the addresses fill the registers.
 inline constexpr bool kDirectToL1 = kLanes == 8;
 inline constexpr int kDirectAhead = kDirectToL1 ? 2304 : 3072;
 inline constexpr int kDirectWhole = 1 << 20;  // K slice of a single tile on packed weights: as good as all of it
@@ -232,11 +236,12 @@ inline constexpr int kDirectRows = 8;         // of x in a tile
 inline constexpr int kDirectKC = 512;         // K slice that several tiles of x share in L1
 static_assert(kPrepareKC % kPlainKC == 0 && kPrepareKC % kDirectKC == 0);
 
-// Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums and R int32 ones per vector of a panel (twice
-// as many where they are converted): at most 24 of 32 registers. Eight streams are no faster at M = 1 on large matrices, and slower on
-// 576 x 576, where a thread has 18 panels in all. Eight rows that share W in L1 with another tile take one panel: it is the registers
-// that count there (M = 16: 3 to 8 % faster). Two are faster with ymm (Q4_K 49 GB/s instead of 35); where x is int16, three rows
-// leave room for one (Q8_0, M = 4: 540 us instead of 740). With four lanes a panel is four vectors: two streams of two rows are 16 sums.
+// Panels that advance together: sequential streams for the prefetcher. R * P fp32 sums and R int32 ones per vector of a
+// panel (twice as many where they are converted): at most 24 of 32 registers. Eight streams are no faster at M = 1 on
+// large matrices, and slower on 576 x 576, where a thread has 18 panels in all. Eight rows that share W in L1 with
+// another tile take one panel: it is the registers that count there (M = 16: 3 to 8 % faster). Two are faster with ymm
+// (Q4_K 49 GB/s instead of 35); where x is int16, three rows leave room for one (Q8_0, M = 4: 540 us instead of 740).
+// With four lanes a panel is four vectors: two streams of two rows are 16 sums.
 template <class K>
 constexpr int streams(int rows, int tiles) {
   if (kLanes == 4) return rows <= 2 ? 2 : 1;
@@ -295,7 +300,8 @@ KT_NOINLINE void direct_tile(const DirectTile& t) {
                   a[r][j] = Dot::begin(start_of<K>(meta, I * R + r));
               }
               for_steps<K::first_step(I), K::first_step(I + 1)>([&]<int S>() KT_ALWAYS_INLINE_LAMBDA {
-                // Spread over the steps: all at once they would wait for a free line buffer, and the products with them.
+                // Spread over the steps: all at once they would wait for a free line buffer, and the products with
+                // them.
                 if (v == 0) {
                   opaque(fetch);
                   for (int l = share * S / 8; l < share * (S + 1) / 8; l++)
@@ -414,18 +420,19 @@ KT_INLINE void direct(const Problem& p, const Plan& plan, const uint8_t* x, void
 
 // ---------------------------------------------------------------- large M: int8 panels
 
-// Panel, one record per group: | 8 steps x PV vectors of codes | for each scale: PV vectors | for each minimum: PV vectors |
-// With pairs of minima, after eight groups: | for each pair: PV vectors | PV vectors of -dmin |
+// Panel, one record per group: | 8 steps x PV vectors of codes | for each scale: PV vectors | for each minimum: PV
+// vectors | With pairs of minima, after eight groups: | for each pair: PV vectors | PV vectors of -dmin |
 inline constexpr int kIntPanels = kBlocking.int_panels, kPV = kIntPanels * kPanelVectors, kPanelStep = kPV * kLanes * 4;
 template <class K>
 inline constexpr int kGroupBytes = (8 + K::kScales + K::kMinima) * kPanelStep;
 template <class K>
 inline constexpr int kPairBytes = K::kPairs ? (K::kPairs + 1) * kPanelStep : 0;
 
-// C[R][kIntPanels * 16] (+)= R rows of x by the panel. Per group and vector of sums: 8 products, 2 FMAs (3 with minima):
-// ceiling 80 % (73 %) of the product's peak where it shares its ports with the FMA. Minima in pairs: 8 groups take 64 products,
-// 16 FMAs, and 4 (Q2_K 8) products of pairs, a conversion, a product and an FMA more: 74 % (71 %). Two scales: 8 products, 3 of fp32
-// and 2 conversions: 73 %; the first halves take C's registers, and C stays in L1.
+// C[R][kIntPanels * 16] (+)= R rows of x by the panel. Per group and vector of sums: 8 products, 2 FMAs (3 with
+// minima):
+// ceiling 80 % (73 %) of the product's peak where it shares its ports with the FMA. Minima in pairs: 8 groups take 64
+// products, 16 FMAs, and 4 (Q2_K 8) products of pairs, a conversion, a product and an FMA more: 74 % (71 %). Two
+// scales: 8 products, 3 of fp32 and 2 conversions: 73 %; the first halves take C's registers, and C stays in L1.
 //   zmm vpdpbusd, 7 x 2: 14 int32 sums + 14 fp32 sums + 2 weights + 1 broadcast = 31 of 32 registers. On the machines measured each
 //     load costs a little (a hot 6 x 2 runs at 62 % of the peak, 7 x 2 at 65 %), so the largest tile wins.
 //   ymm: C stays in L1: 12 (or 8) int32 sums + 2 weights + 1 broadcast (+ 1 product) of 16

@@ -2,8 +2,8 @@
 //
 // Panel, one record per group:
 //   | 8 steps x PV vectors of codes (16 of int16 codes) | for each scale: PV vectors | for each minimum: PV vectors |
-// The scales are fp32; or, in a format with integer sub-scales, pairs of equal int16, and PV vectors of fp32 d follow every eight
-// groups. A sub-scale takes the place of the ones in the vpmaddwd that widens a sum, so it costs nothing:
+// The scales are fp32; or, in a format with integer sub-scales, pairs of equal int16, and PV vectors of fp32 d follow
+// every eight groups. A sub-scale takes the place of the ones in the vpmaddwd that widens a sum, so it costs nothing:
 //   y = sum over super-blocks of  d * sum over groups of  dx * isum,   isum = sum of sub-scale * (int16 sums),  |isum| < 2^24
 #pragma once
 
@@ -14,7 +14,8 @@ namespace ktlinear::tinyblas::KT_TIER {
 template <class K>
 inline constexpr int kPairGroupBytes = (K::kXBytes / 4 + K::kScales + K::kMinima) * kPanelStep;
 
-// C[R][kIntPanels * 16] (+)= R rows of x by the panel. With ymm C stays in L1, and so does what is not used step by step:
+// C[R][kIntPanels * 16] (+)= R rows of x by the panel. With ymm C stays in L1, and so does what is not used step by
+// step:
 // 12 sums + 2 weights + 1 broadcast + 1 product of 16 registers.
 //   Per group and vector of sums: 8 maddubs, 7 or 8 paddw, then for each sum madd, paddd; 2 FMAs and 1 for each minimum.
 //   With sub-scales: for each sum madd, all but the first paddd; cvt, 1 FMA; 1 for each minimum.

@@ -1,5 +1,5 @@
-// Quantized weights, packed or as plain GGUF rows. Plain rows are packed slice by slice into scratch and then take the same way, so
-// both give the same bits.
+// Quantized weights, packed or as plain GGUF rows. Plain rows are packed slice by slice into scratch and then take the
+// same way, so both give the same bits.
 //
 //   exact    W decoded to fp32 panels, x as it is: the fp32 GEMM. The only way on tiers without a fast integer product.
 //   direct   small M: x quantized per 32, W decoded in registers (int8.h)

@@ -23,8 +23,10 @@ KT_INLINE void pack_one(const uint8_t* block, uint8_t* record, int index, int ro
     D::pack_block(block, record, index, row);
 }
 
-// Records [begin, end) of one panel from `valid` <= 16 rows; missing rows and the K padding of the last record become zero blocks.
-// As many bytes of each row are fetched `ahead` bytes further on: sixteen short strided streams are too many for the hardware.
+// Records [begin, end) of one panel from `valid` <= 16 rows; missing rows and the K padding of the last record become
+// zero blocks.
+// As many bytes of each row are fetched `ahead` bytes further on: sixteen short strided streams are too many for the
+// hardware.
 template <class D>
 KT_NOINLINE void pack_records(const uint8_t* rows, int64_t ldw, int valid, int64_t k, int64_t begin, int64_t end,
                               uint8_t* out, int64_t ahead) {

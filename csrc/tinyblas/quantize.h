@@ -1,4 +1,5 @@
-// Floats -> GGUF rows: the tier's Quantize function. Compiled for one tier of each vector width, which serves those above.
+// Floats -> GGUF rows: the tier's Quantize function. Compiled for one tier of each vector width, which serves those
+// above.
 #pragma once
 
 #include "formats_list.h"

@@ -19,7 +19,8 @@ struct StoredAs<D> {
   using type = typename D::Stored;
 };
 
-// Records of 16 rows of W from row n on, for K in [k, k + kc): where they lie in a packed matrix, or packed into `scratch` first.
+// Records of 16 rows of W from row n on, for K in [k, k + kc): where they lie in a packed matrix, or packed into
+// `scratch` first.
 template <class D>
 struct Records {
   static constexpr int kK = D::kGroups * 32;

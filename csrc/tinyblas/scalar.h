@@ -1,5 +1,5 @@
-// Scalar helpers of one tier. They live in the tier's namespace: an inline function shared between tiers could be compiled with
-// AVX-512 in one file and called from another.
+// Scalar helpers of one tier. They live in the tier's namespace: an inline function shared between tiers could be
+// compiled with AVX-512 in one file and called from another.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // Float weights: fp32, fp16 or bf16 rows, any float input, fp32 accumulation.
 //
-// Small M: dot products straight from W's rows, each row read once and in order. Large M: gemm_f32.h, W converted while a panel
-// is packed, so 16-bit weights run at fp32 speed on CPUs without 16-bit arithmetic. With it (KT_HAS_BF16_DOT), bf16 x and W are
-// multiplied as they are; fp32 or fp16 x would lose accuracy.
+// Small M: dot products straight from W's rows, each row read once and in order. Large M: gemm_f32.h, W converted while
+// a panel is packed, so 16-bit weights run at fp32 speed on CPUs without 16-bit arithmetic. With it (KT_HAS_BF16_DOT),
+// bf16 x and W are multiplied as they are; fp32 or fp16 x would lose accuracy.
 #pragma once
 
 #include "gemm_f32.h"
@@ -99,7 +99,8 @@ struct FloatRows {
 //   x prepared   for each tile of R rows, for each line: [vectors a line][R][lanes]    (one stream, whatever M)
 //   c            [M][4] vectors of partial sums, kept between the chunks of K
 //
-// A line is 64 bytes of a row of W; a chunk so many bytes of four rows that they stay in L1 while all tiles pass over them.
+// A line is 64 bytes of a row of W; a chunk so many bytes of four rows that they stay in L1 while all tiles pass over
+// them.
 
 inline constexpr int kDotRows = 4;               // rows of W at once: four sequential streams a thread
 inline constexpr int kDotChunk = 2048;           // bytes of a row, about; also how far ahead W is fetched
@@ -113,8 +114,8 @@ KT_INLINE int64_t line_count(int64_t k) {
   return ceil_div(k, kLineVectors<Arithmetic> * kLanes * Arithmetic::kPer);
 }
 
-// What a pass over a chunk fetches meanwhile, as much of rows [first, last), `ahead` bytes further on. Into L2, whose misses wait in
-// a longer queue than L1's: a third more bandwidth on Zen 4.
+// What a pass over a chunk fetches meanwhile, as much of rows [first, last), `ahead` bytes further on. Into L2, whose
+// misses wait in a longer queue than L1's: a third more bandwidth on Zen 4.
 struct FetchRows {
   int first, last;
   int64_t ahead;

@@ -51,7 +51,8 @@ struct Plan {
 
 struct Kernels {
   Plan (*plan)(const Problem&, int threads);
-  // False: some |x| is finite but too large for the int8 mode (above 2^100): nothing is lost, call again with exact = true.
+  // False: some |x| is finite but too large for the int8 mode (above 2^100): nothing is lost, call again with exact =
+  // true.
   bool (*prepare)(const Problem&, const Plan&, void* activations, int64_t begin, int64_t end);
   void (*compute)(const Problem&, const Plan&, const void* activations, void* scratch, int64_t begin, int64_t end);
 };
@@ -70,8 +71,8 @@ struct Codec {
   void (*widen)(const void* in, Type in_type, int64_t count, float* out);
 };
 
-// k floats -> one GGUF row: as the `gguf` package does, bit for bit; by a search where that has no quantizer, or with an
-// importance: k weights of the squared errors, finite and not negative, or nullptr.
+// k floats -> one GGUF row: as the `gguf` package does, bit for bit; by a search where that has no quantizer, or with
+// an importance: k weights of the squared errors, finite and not negative, or nullptr.
 using Quantize = void(Type, const float* row, int64_t k, const float* importance, void* blocks);
 
 // What the machine can do with this tier's own instructions; run by the benchmarks on every thread at once.

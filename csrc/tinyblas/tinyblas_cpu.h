@@ -1,8 +1,8 @@
 // Compile-time dispatch: the one place that tests __AVX512F__ and its kin.
 //
-// A single-tier build (KTLINEAR_ISA=native or one tier's name) compiles this header with that tier's flags and gets exactly one
-// tier, the best that the flags allow. An `all` build defines KT_ALL_TIERS and lists every tier of the architecture, best
-// first; the best one that the CPU has is chosen once at load (csrc/ops/dispatch.cpp).
+// A single-tier build (KTLINEAR_ISA=native or one tier's name) compiles this header with that tier's flags and gets
+// exactly one tier, the best that the flags allow. An `all` build defines KT_ALL_TIERS and lists every tier of the
+// architecture, best first; the best one that the CPU has is chosen once at load (csrc/ops/dispatch.cpp).
 #pragma once
 
 #include "tinyblas.h"
@@ -14,8 +14,8 @@
   extern const Limits limits;          \
   extern Quantize quantize;            \
   }
-// Quantizers are compiled once per vector width, for the first tier that has it (ktlinear/_cpu.py: quantizer). `unsupported` has four
-// lanes, as NEON.
+// Quantizers are compiled once per vector width, for the first tier that has it (ktlinear/_cpu.py: quantizer).
+// `unsupported` has four lanes, as NEON.
 #define KT_TIER_ROW(name, quantizer) KT_TIER_ROW_WITH(name, name, quantizer)
 // A tier whose kernels for quantized weights are another's (ktlinear/_cpu.py: mixmul).
 #define KT_TIER_ROW_WITH(name, other, quantizer) \

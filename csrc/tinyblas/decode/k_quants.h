@@ -7,12 +7,13 @@
 //   Q4_K   2368 bytes   | 16 d | 16 -dmin | 8 x [16 rows] sc | 2 x [16 rows][4] m | 8 x { nibbles } |
 //   Q5_K   2880 bytes   | 16 d | 16 -dmin | 8 x [16 rows] sc | 2 x [16 rows][4] m | 8 x { nibbles, bits } |
 //   Q6_K   3392 bytes   | 16 d | 32 bytes unused | 16 x [16 rows] int8 sc | 8 x { nibbles, crumbs } |
-// d and dmin are fp16; dmin has its sign turned, so that a minimum is one product. sc and m of six bits are whole bytes,
-// and sc lie so that a vector widens them in one instruction, m so that it takes pairs from words of four; with the unused bytes (records are multiples of 64) that makes Q3_K 5.5 %
-// larger than in a GGUF file, Q4_K 2.8 %, Q5_K 2.3 %, Q6_K 1 %; Q2_K has the same size.
+// d and dmin are fp16; dmin has its sign turned, so that a minimum is one product. sc and m of six bits are whole
+// bytes, and sc lie so that a vector widens them in one instruction, m so that it takes pairs from words of four; with
+// the unused bytes (records are multiples of 64) that makes Q3_K 5.5 % larger than in a GGUF file, Q4_K 2.8 %, Q5_K 2.3 %,
+// Q6_K 1 %; Q2_K has the same size.
 //
-// GGUF keeps the bits of one element position of several groups in one byte, the packed layout those of several steps of
-// one group:
+// GGUF keeps the bits of one element position of several groups in one byte, the packed layout those of several steps
+// of one group:
 //   nibbles   steps s, s + 4 of groups a, b         2 x 2     crumbs   four steps of four groups   4 x 4
 //   bits      eight steps of eight groups           8 x 8
 // Both ways are the same transpose of bit fields, of four elements at once in 32-bit words.
@@ -48,8 +49,8 @@ constexpr int word_of(int j, int i) {
   return BITS == 4 ? i * 4 + j : j * (8 / BITS) + i;
 }
 
-// The 8 / BITS groups that share 32 bytes of a GGUF block (at `offset`) <-> their pieces, `stride` bytes apart; get: `pieces` is the
-// row's place in the first.
+// The 8 / BITS groups that share 32 bytes of a GGUF block (at `offset`) <-> their pieces, `stride` bytes apart; get:
+// `pieces` is the row's place in the first.
 template <int BITS, class Rows>
 KT_INLINE void put_groups(const Rows& rows, int offset, uint8_t* pieces, int stride) {
   constexpr int count = 8 / BITS;
@@ -402,7 +403,8 @@ struct Q2_K : SuperBlock<BlockQ2_K> {
 };
 
 // Sub-scale times code as the code, and d the only scale: two codes a 16-bit product, without a carry between them.
-// (q - 4) * sc + 124 lies in 0..252 for sc in -32..31. As sums of 16 bits, q * sc + (124 - 4 * sc) * 257 are two of them.
+// (q - 4) * sc + 124 lies in 0..252 for sc in -32..31. As sums of 16 bits, q * sc + (124 - 4 * sc) * 257 are two of
+// them.
 struct Q3_K::Folded : Q3_K {
   using Stored = Q3_K;
   static constexpr int kOffset = 124, kMaxCode = 252, kScales = 1;

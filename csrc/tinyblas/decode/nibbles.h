@@ -18,9 +18,9 @@
 //
 // Packed record, two groups (64 elements) of 16 rows; bit planes and minima only where the format has them:
 //   | group 0: 4 x [16 rows][4 bytes] nibbles, 1 x [16 rows][4 bytes] bits | group 1: the same | 2 x 16 fp16 d | 2 x 16 fp16 m |
-// Quarter j of a group's nibbles holds bytes 4j..4j+3 of each row's qs: its low nibbles are step j, its high ones step j + 4. So
-// packing moves whole 32-bit words, and every load is aligned to 64 bytes. In the bit plane, byte [row][i] holds the fifth bit of
-// element 4s + i in bit s.
+// Quarter j of a group's nibbles holds bytes 4j..4j+3 of each row's qs: its low nibbles are step j, its high ones step
+// j + 4. So packing moves whole 32-bit words, and every load is aligned to 64 bytes. In the bit plane, byte [row][i]
+// holds the fifth bit of element 4s + i in bit s.
 #pragma once
 
 #include "pieces.h"

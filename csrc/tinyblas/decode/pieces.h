@@ -44,7 +44,8 @@ KT_INLINE F32 load_halves(const uint8_t* p, int v) {
   return load_f16(reinterpret_cast<const uint16_t*>(p) + v * kLanes);
 }
 
-// 32 bits (bit e: element e) <-> the four bytes of a bit plane: bit 4s + i <-> bit 8i + s, a rotation of the bits of the index.
+// 32 bits (bit e: element e) <-> the four bytes of a bit plane: bit 4s + i <-> bit 8i + s, a rotation of the bits of
+// the index.
 template <class Rows>
 KT_INLINE auto to_planes(typename Rows::W w) {
   w = swap_bits<1>(w, Rows::all(0x22222222));

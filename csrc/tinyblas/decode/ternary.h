@@ -7,8 +7,8 @@
 //
 // TQ1_0 is written out as two bits a digit, 26 % larger: five digits cost five products of all bytes with a power of 3,
 // half a cycle for each vector of them, or one lookup once. 13 of 256 bytes of five digits have the digits of another
-// byte: they come back since 3 stands for one of the digits, another one in each place. Bytes of four digits come back by
-// two bits of rank among those with the same digits; the 16 bytes [16 rows] hold them.
+// byte: they come back since 3 stands for one of the digits, another one in each place. Bytes of four digits come back
+// by two bits of rank among those with the same digits; the 16 bytes [16 rows] hold them.
 #pragma once
 
 #include "pieces.h"
@@ -17,7 +17,8 @@ namespace ktlinear::tinyblas {
 
 inline constexpr int kPowersOf3[6] = {1, 3, 9, 27, 81, 243};
 
-// TQ1_0: what 3 stands for in each place, so that every byte has a code of its own; place 5: word 12, where no 3 occurs.
+// TQ1_0: what 3 stands for in each place, so that every byte has a code of its own; place 5: word 12, where no 3
+// occurs.
 inline constexpr int kThird[6] = {0, 2, 1, 1, 0, 2};
 // Bytes <-> ten bits: two for each of five digits, or for each of four and a rank.
 struct DigitCodes {
@@ -117,8 +118,8 @@ struct TQ1_0 : Ternary {
   KT_INLINE static I32 code(const uint8_t* record, int group, int v) {
     return lookup16(table16(kTernaryCodes.code[S / 4][group]), Ternary::code<S>(record, group, v));
   }
-  // Digits 0..3 of word s < 8 are word s of the record, digit 4 the low bits of word 8 + s. Above these: digits 0, 2, 4 of
-  // words 8..11 in words 8..11, their digits 1, 3 and the digits of word 12 in words 12..15.
+  // Digits 0..3 of word s < 8 are word s of the record, digit 4 the low bits of word 8 + s. Above these: digits 0, 2, 4
+  // of words 8..11 in words 8..11, their digits 1, 3 and the digits of word 12 in words 12..15.
   KT_INLINE static void pack_block(const uint8_t* block, uint8_t* record, int, int row) {
     uint8_t* out = record + row * 4;
     uint32_t ranks = 0;

@@ -15,9 +15,9 @@ template <class Block>
 struct NibbleQuantizer {
   using D = Nibbles<Block>;
 
-  // Without a minimum: d = x / -(levels / 2) for the x of largest magnitude, q = trunc(x / d + levels / 2 + 0.5), at most
-  // levels - 1. With one: d = (max - min) / (levels - 1), m = min, q = trunc((x - m) / d + 0.5). Both with the fp32 inverse
-  // of the fp32 d.
+  // Without a minimum: d = x / -(levels / 2) for the x of largest magnitude, q = trunc(x / d + levels / 2 + 0.5), at
+  // most levels - 1. With one: d = (max - min) / (levels - 1), m = min, q = trunc((x - m) / d + 0.5). Both with the
+  // fp32 inverse of the fp32 d.
   static void block(const float* x, uint8_t* p) {
     Block b{};
     float base = 0, d;

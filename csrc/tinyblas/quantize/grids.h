@@ -50,9 +50,9 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 enum class Signs { kNone, kEven, kAny };  // kEven: of eight elements an even number is negative
 
-// A type: its grid, the meaning of the digits, elements per scale, codes of scales, and w = d * (2 code + 1) * unit * (+-
-// digit), in IQ1 d * (2 code + 1) * (digit +- 1/8). Trial scales bring the largest element to `first` times the largest
-// digit, and `ratio` times the former.
+// A type: its grid, the meaning of the digits, elements per scale, codes of scales, and w = d * (2 code + 1) * unit *
+// (+- digit), in IQ1 d * (2 code + 1) * (digit +- 1/8). Trial scales bring the largest element to `first` times the
+// largest digit, and `ratio` times the former.
 template <const auto& POINTS, const auto& SORTED, const auto& DIGITS, int GROUP, int SCALE_CODES, Signs SIGNS,
           bool ONE_SHIFT = true>
 struct GridType {
@@ -196,7 +196,8 @@ struct GridChunk {
   uint8_t scale[kCount];
   uint16_t d[2];
 
-  // Weights as ggml's with square_factor times the mean square; without an importance as if it were the same everywhere.
+  // Weights as ggml's with square_factor times the mean square; without an importance as if it were the same
+  // everywhere.
   // `unit` as in GridType.
   KT_NOINLINE void search(const Source& s, float square_factor, float unit, float first, float ratio, int trials) {
     Groups<N> g(s.x);

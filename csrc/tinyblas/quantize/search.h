@@ -1,5 +1,5 @@
-// How scales are chosen: least squares over a few trials, as the reference (ggml) does. x holds the N elements of a group
-// and w the weights of their squared errors; T is F32 for many groups at once, or float.
+// How scales are chosen: least squares over a few trials, as the reference (ggml) does. x holds the N elements of a
+// group and w the weights of their squared errors; T is F32 for many groups at once, or float.
 #pragma once
 
 #include "lanes.h"

@@ -7,8 +7,9 @@ namespace ktlinear::tinyblas::KT_TIER {
 
 inline constexpr bool kUnsignedCodes = false;
 
-// With the first two bytes of each lane in the low half and the last two in the high one, both halves' products belong to the same
-// lanes: |code * q| <= 128 * 127, and two fit an int16. The shuffle of w serves all rows of x, that of x all vectors of w.
+// With the first two bytes of each lane in the low half and the last two in the high one, both halves' products belong
+// to the same lanes: |code * q| <= 128 * 127, and two fit an int16. The shuffle of w serves all rows of x, that of x
+// all vectors of w.
 KT_INLINE I32 dot(I32 acc, I32 w, I32 x) {
   alignas(16) static constexpr uint8_t halves[16] = {0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15};
   const I32 order = load_i(halves);

@@ -127,8 +127,8 @@ KT_INLINE void store_bytes(uint8_t* p, I32 v) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, _mm512_shuffle_epi8(v, columns)));
 }
-// Row 4q + r to quarter q of vector r; then 4x4 transposes inside the quarters. A masked broadcast is a load and a blend, which
-// any port takes; an insertion would compete with the transposes for the shuffles'.
+// Row 4q + r to quarter q of vector r; then 4x4 transposes inside the quarters. A masked broadcast is a load and a
+// blend, which any port takes; an insertion would compete with the transposes for the shuffles'.
 KT_INLINE void load_words(const uint8_t* p, int64_t stride, I32 (&w)[4]) {
   __m512i a[4];
   KT_UNROLL for (int r = 0; r < 4; r++) {

@@ -1,4 +1,5 @@
-// Products of bf16 pairs with vdpbf16ps, zmm: on Zen 4 one a cycle, as fmadd, with twice the products. Subnormal numbers count as 0.
+// Products of bf16 pairs with vdpbf16ps, zmm: on Zen 4 one a cycle, as fmadd, with twice the products. Subnormal
+// numbers count as 0.
 #pragma once
 
 #include "avx512.h"

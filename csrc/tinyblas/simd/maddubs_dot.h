@@ -1,14 +1,15 @@
-// int8 products without VNNI: vpmaddubsw (u8 x s8, pairs summed to int16, saturating) and vpmaddwd. The tier's header supplies the
-// instructions for its width: maddubs, madd, add_i16. See vnni_dot.h for the interface.
+// int8 products without VNNI: vpmaddubsw (u8 x s8, pairs summed to int16, saturating) and vpmaddwd. The tier's header
+// supplies the instructions for its width: maddubs, madd, add_i16. See vnni_dot.h for the interface.
 //
-// Sums stay in int16 as long as they fit, then are widened once. They may wrap in between: only the end has to fit, and each pair of
-// products. So what codes reach less their offset counts, if a sum starts at -offset * (the sum of x in its lane).
+// Sums stay in int16 as long as they fit, then are widened once. They may wrap in between: only the end has to fit, and
+// each pair of products. So what codes reach less their offset counts, if a sum starts at -offset * (the sum of x in
+// its lane).
 //   Dot          codes as they are: nibbles in groups of 32 reach 8 * 2 * 15 * 127 = 30480
 //   DotLanes     starts of its own for both int16 lanes: Q5_0 reaches 16 * 16 * 127 = 32512, Q6_K in groups of 16 8 * 32 * 127
 //   DotWide      8-bit codes: all in int16, vpmaddwd + paddd
 //
-// Every sum is made opaque to the compiler as soon as it is updated: otherwise GCC computes all products of a group first and
-// spills them (300 instead of 480 GOP/s with AVX2).
+// Every sum is made opaque to the compiler as soon as it is updated: otherwise GCC computes all products of a group
+// first and spills them (300 instead of 480 GOP/s with AVX2).
 #pragma once
 
 #include "../scalar.h"

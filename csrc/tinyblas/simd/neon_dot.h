@@ -1,8 +1,9 @@
-// int8 products for Arm. The tier's header supplies dot(acc, w, x), which adds four products to each 32-bit lane, x being four bytes
-// in every lane, and kUnsignedCodes: whether it takes w as unsigned bytes. See vnni_dot.h for the interface.
+// int8 products for Arm. The tier's header supplies dot(acc, w, x), which adds four products to each 32-bit lane, x
+// being four bytes in every lane, and kUnsignedCodes: whether it takes w as unsigned bytes. See vnni_dot.h for the
+// interface.
 //
-// A signed product takes codes below 128 as they are. Of larger ones (Q8_0, IQ4) it takes 128 off, which is an exclusive or, and their
-// sums start that much higher.
+// A signed product takes codes below 128 as they are. Of larger ones (Q8_0, IQ4) it takes 128 off, which is an
+// exclusive or, and their sums start that much higher.
 #pragma once
 
 #include "neon.h"

@@ -1,5 +1,5 @@
-// The vector interface in portable C++ (GNU vector extensions, four lanes). It is the fallback for a CPU we know nothing about,
-// and the oracle of the other tiers' tests.
+// The vector interface in portable C++ (GNU vector extensions, four lanes). It is the fallback for a CPU we know
+// nothing about, and the oracle of the other tiers' tests.
 //
 // Every simd/*.h defines the same names in its tier's namespace:
 //   kLanes                         fp32 lanes of a vector

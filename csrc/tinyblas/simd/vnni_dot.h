@@ -1,5 +1,6 @@
-// int8 products with vpdpbusd, for the two encodings. The tier's header supplies the vectors, KT_VEX (the prefix that asks the assembler
-// for VEX) and, with x broadcast from memory, dot (u8 by s8, four to a lane) and dot_pairs (s16 by s16, two to a lane).
+// int8 products with vpdpbusd, for the two encodings. The tier's header supplies the vectors, KT_VEX (the prefix that
+// asks the assembler for VEX) and, with x broadcast from memory, dot (u8 by s8, four to a lane) and dot_pairs (s16 by
+// s16, two to a lane).
 //
 // What a simd/*_dot.h supplies to int8.h:
 //
@@ -19,8 +20,8 @@
 
 namespace ktlinear::tinyblas::KT_TIER {
 
-// acc += w . (x, broadcast). One block of assembly, so that the broadcast stays next to its uses: GCC moves separate intrinsics apart
-// and spills.
+// acc += w . (x, broadcast). One block of assembly, so that the broadcast stays next to its uses: GCC moves separate
+// intrinsics apart and spills.
 #define KT_DOT_ROW(instruction)                                                                       \
   I32 b;                                                                                              \
   asm("vpbroadcastd %3, %2\n\t" KT_VEX instruction " %2, %4, %0\n\t" KT_VEX instruction " %2, %5, %1" \
