@@ -52,9 +52,10 @@ $(VENV)/.stamp-docs: requirements-docs.txt $(VENV)/.stamp-packages
 	$(BIN)/python -m pip install --quiet -r requirements-docs.txt
 	touch $@
 
-# The Arm kernels on emulated CPUs; installs the cross compiler and the emulator (apt-get) where they are missing.
-test-arm:
-	$(PYTHON) scripts/test_arm.py
+# The Arm kernels, and the package in an aarch64 Python, on emulated CPUs; installs the cross compiler and the emulator
+# (apt-get) where they are missing, and that Python in build/arm.
+test-arm: $(VENV)/.stamp-packages
+	$(BIN)/python scripts/test_arm.py
 
 BUILD_STAMP := $(VENV)/.stamp-build-$(KTLINEAR_ISA)-werror-$(KTLINEAR_WERROR)
 

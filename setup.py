@@ -8,6 +8,7 @@ Environment:
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,9 @@ def load_cpu_table():
 
 cpu = load_cpu_table()
 # The target's, which is not the machine's in a cross build (where _PYTHON_HOST_PLATFORM says linux-aarch64).
-TIERS = cpu.tiers_of(sysconfig.get_platform().rpartition("-")[2])
+MACHINE = sysconfig.get_platform().rpartition("-")[2]
+CROSS = [MACHINE] if MACHINE != platform.machine().lower() else []
+TIERS = cpu.tiers_of(MACHINE)
 
 ISA = os.environ.get("KTLINEAR_ISA") or "native"
 try:
@@ -60,7 +63,7 @@ class BuildTiers(BuildExtension):
     def finalize_options(self):
         super().finalize_options()
         # An editable install would compile in a temporary folder, and so everything every time.
-        self.build_temp = os.path.join("build", f"objects-{ISA}")
+        self.build_temp = os.path.join("build", "-".join(["objects", *CROSS, ISA]))
 
     def build_extension(self, ext):
         # BuildExtension has put its own compile step in place by now.
