@@ -8,6 +8,8 @@ forward is the original's source with ::
     b = self.k_proj(x).view(shape)     ->     a = y0.view(shape)
                                               b = y1.view(shape)
 
+and ``apply_rotary_pos_emb(q, k, cos, sin)``, as transformers' decoders call it, by `ops.rotary`.
+
 So which calls belong together is known before anything runs. Results kept from one call to the next would need to know
 that the input has not changed in between, and in inference mode tensors have no version to tell that by. Where the
 source does not show it plainly, the module is left alone.
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .nn import Linear, linear_group
+from .ops import rotary
 
 _Calls = tuple[tuple[str, ...], ...]  # attributes called together, for each group
 
@@ -74,6 +77,7 @@ def _fused_class(base: Any, groups: _Calls) -> type[nn.Module]:
         "__reduce_ex__": reduce,
         "_fused_groups": groups,
         "_linear_group": staticmethod(linear_group),
+        "_rotary": staticmethod(rotary),
         "forward": _rewritten(base, groups),
     }
     return type(base.__name__, (base,), members)
@@ -255,6 +259,11 @@ def _rewritten(cls: type[nn.Module], groups: _Calls) -> types.FunctionType:
         for node in ast.walk(together):
             ast.copy_location(node, block[index])
         block.insert(index, together)
+    for node in ast.walk(source.definition):
+        match node:
+            case ast.Call(func=ast.Name("apply_rotary_pos_emb") as apply, args=[_, _, _, _], keywords=[]):
+                node.func = ast.copy_location(ast.Attribute(_named("self", node), "_rotary", ast.Load()), apply)
+                node.args.insert(0, apply)
     code = source.code()
     assert code is not None
     forward = _like(source.function, code, None)
@@ -265,6 +274,10 @@ def _rewritten(cls: type[nn.Module], groups: _Calls) -> types.FunctionType:
         outer.__dict__["__wrapped__"] = forward
         forward = outer
     return forward
+
+
+def _named(name: str, at: ast.AST) -> ast.expr:
+    return ast.copy_location(ast.Name(name, ast.Load()), at)
 
 
 def _like(function: types.FunctionType, code: types.CodeType, closure: Any) -> types.FunctionType:

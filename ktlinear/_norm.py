@@ -1,4 +1,4 @@
-"""Lets the RMS norms of a model compute by ``torch.rms_norm``: one operator call instead of six to nine.
+"""Lets the RMS norms of a model compute by `ops.rms_norm`: one operator call instead of six to nine.
 
 As in `_fuse`, a subclass with the same name takes the class's place, so names, parameters and state dicts stay. Sums
 are added in another order, so the last bits may differ.
@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .ops import rms_norm
+
 # Largest difference of one result, relative to the largest there is.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def swap(module: nn.Module) -> bool:
-    """Make `module` use ``torch.rms_norm`` if it is an RMS norm, by its name and by what it computes now."""
+    """Make `module` use `ops.rms_norm` if it is an RMS norm, by its name and by what it computes now."""
     cls: Any = type(module)
     weight, eps = module._parameters.get("weight"), _eps(module)
     if (
@@ -55,7 +57,7 @@ def _is_swapped(module: nn.Module) -> bool:
     return "_one_added" in type(module).__dict__
 
 
-def _eps(module: nn.Module) -> float | None:
+def _eps(module: nn.Module) -> Any:
     for name in ("variance_epsilon", "eps"):
         value = module.__dict__.get(name)
         if isinstance(value, float):
@@ -70,7 +72,7 @@ def _agrees(module: nn.Module, weight: torch.Tensor, eps: float, one_added: bool
     scales = torch.tensor([[eps**0.5], [1.0], [30.0]])
     x = (torch.randn(3, weight.numel(), generator=generator) * scales).to(weight.dtype)
     y = module.forward(x)
-    expected = torch.rms_norm(x, weight.shape, 1.0 + weight if one_added else weight, eps)
+    expected = rms_norm(x, weight, eps, one_added)
     if not isinstance(y, torch.Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
         return False
     difference = (y - expected).float().abs().max()
@@ -83,7 +85,7 @@ def _swapped_class(base: Any, one_added: bool) -> type[nn.Module]:
         weight = self._parameters["weight"]
         if x.dtype != weight.dtype:
             return base.forward(self, x)
-        return torch.rms_norm(x, weight.shape, 1.0 + weight if one_added else weight, _eps(self))
+        return rms_norm(x, weight, _eps(self), one_added)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # The class is in no module for pickle to find it by.

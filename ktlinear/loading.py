@@ -85,8 +85,9 @@ def from_gguf(
         packed: copy the quantized matrices into panels of 16 rows, which compute faster; the size is the same. If not,
             they stay where they are, in the mapped file, which must then not change.
         tokenizer: load the file's tokenizer too. This takes transformers some seconds.
-        fuse: compute q/k/v and gate/up projections together, as `ktlinear.patch` does with ``fuse=True``.
-        fast_norms: let the norms call ``torch.rms_norm``, as `ktlinear.patch` does with ``fast_norms=True``.
+        fuse: compute q/k/v and gate/up projections together, and rotary embeddings in one call, as `ktlinear.patch`
+            does with ``fuse=True``.
+        fast_norms: let the norms be one operator call each, as `ktlinear.patch` does with ``fast_norms=True``.
 
     Returns:
         The model, in eval mode, and its tokenizer (None if not asked for).

@@ -9,6 +9,7 @@ The operators themselves are C++ (``torch.ops.kt``):
 ``kt::linear_experts_packed(input, weight, expert_ids, out_features, in_features, weight_type)``
 ``kt::_linear``, ``kt::_linear_packed``, ``kt::_linear_experts`` ...        these without gradients, cheaper to call
 ``kt::_linear_packed_group(input, weights, biases, out_features, in_features, weight_type)``, a list of outputs
+``kt::_rms_norm(input, weight, eps, added)``, ``kt::_rotary(query, key, cos, sin)``        fp32, no gradients
 ``kt::pack(weight, weight_type)``                                           GGUF rows -> panels
 ``kt::unpack(weight, out_features, in_features, weight_type)``              panels -> GGUF rows
 ``kt::quantize(weight, weight_type, importance=None)``                      floats -> GGUF rows
@@ -31,6 +32,7 @@ and float types ignore it. IQ2_XXS, IQ2_XS and IQ1_S are refused without one (`n
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -212,6 +214,8 @@ _linear_experts = torch.ops.kt._linear_experts.default
 _linear_experts_with_autograd = torch.ops.kt.linear_experts.default
 _linear_experts_packed = torch.ops.kt._linear_experts_packed.default
 _linear_experts_packed_with_autograd = torch.ops.kt.linear_experts_packed.default
+_rms_norm = torch.ops.kt._rms_norm.default
+_rotary = torch.ops.kt._rotary.default
 _is_autocast_enabled = torch.is_autocast_enabled
 _any_autocast = torch._C._is_any_autocast_enabled  # a third of the time, since it parses no device's name
 _is_grad_enabled = torch.is_grad_enabled
@@ -330,6 +334,69 @@ def linear_experts(
 def without_derivatives() -> bool:
     """Whether nothing is differentiated and nothing cast now: an operator that knows of neither may be called."""
     return not (_is_grad_enabled() or _forward_ad._current_level >= 0 or _any_autocast())
+
+
+def _plain() -> bool:
+    """Whether operators that know of no derivative, cast or transform may be called, and nothing is being compiled,
+    for which PyTorch's own operators are better: they are fused."""
+    return (
+        without_derivatives()
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._get_tracing_state()
+    )
+
+
+def rms_norm(input: Tensor, weight: Tensor, eps: float, one_added: bool = False) -> Tensor:
+    """``torch.rms_norm(input, weight.shape, weight, eps)``, in one pass where it can be: fp32, without gradients.
+
+    Args:
+        input: [..., K].
+        weight: [K]; with `one_added`, 1 + weight is meant, as Gemma's models keep it.
+        eps: added to the mean of the squares.
+
+    Returns:
+        [..., K], input / sqrt(mean(input^2) + eps) * weight.
+    """
+    if input.dtype is weight.dtype is torch.float32 and input.is_cpu and _plain():
+        return _rms_norm(input, weight, eps, 1.0 if one_added else 0.0)
+    return torch.rms_norm(input, weight.shape, 1.0 + weight if one_added else weight, eps)
+
+
+def rotary(apply: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """``apply(query, key, cos, sin)``, where `apply` is a model's function for rotary embeddings.
+
+    If it is the usual one (x * cos + rotate_half(x) * sin, found out by trying it once), for fp32 and without
+    gradients, it is computed in one operator call with the same bits.
+
+    Args:
+        query, key: [batch, heads, tokens, head_dim].
+        cos, sin: [1 or batch, tokens, head_dim].
+    """
+    if (
+        query.dtype is key.dtype is cos.dtype is sin.dtype is torch.float32
+        and query.is_cpu
+        and _plain()
+        and cos.shape[-1] == query.shape[-1]
+        and _is_usual_rotary(apply)
+    ):
+        return _rotary(query, key, cos, sin)
+    return apply(query, key, cos, sin)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_usual_rotary(apply: Any) -> bool:
+    generator = torch.Generator().manual_seed(0)  # the global one stays as it is
+    shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8))
+    query, key, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
+    try:
+        results = apply(query, key, cos, sin)
+    except Exception:
+        return False
+    expected = _rotary(query, key, cos, sin)
+    return len(results) == 2 and all(
+        torch.equal(result, other) for result, other in zip(results, expected, strict=True)
+    )
 
 
 def _refuse_tangents(**tensors: Tensor | None) -> None:
@@ -492,6 +559,14 @@ def _register_fakes() -> None:
             _fake_linear_packed(input, weight, bias, n, in_features, weight_type)
             for weight, bias, n in itertools.zip_longest(weights, biases, out_features)
         ]
+
+    @fake("kt::_rms_norm")
+    def _(input: Tensor, weight: Tensor, eps: float, added: float) -> Tensor:
+        return input.new_empty(input.shape)
+
+    @fake("kt::_rotary")
+    def _(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return query.new_empty(query.shape), key.new_empty(key.shape)
 
     @fake("kt::pack")
     def _(weight: Tensor, weight_type: int) -> Tensor:

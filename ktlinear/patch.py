@@ -55,8 +55,8 @@ class PatchRow:
 class PatchReport:
     """What `patch` or `unpatch` did, module by module; ``str()`` is a table.
 
-    `fused` has the names of the layers that are computed together, group by group; `norms` those of the norms that call
-    ``torch.rms_norm``.
+    `fused` has the names of the layers that are computed together, group by group; `norms` those of the norms that are
+    one operator call.
     """
 
     rows: list[PatchRow] = field(default_factory=list)
@@ -83,7 +83,7 @@ class PatchReport:
         total = f"{len(self.changed)} changed, {len(self.left)} left"
         last = ("total", "", "", f"{before:.2f}", f"{after:.2f}", total)
         fused = [f"computed together: {', '.join(group)}" for group in self.fused]
-        norms = [f"by torch.rms_norm: {', '.join(self.norms)}"] if self.norms else []
+        norms = [f"norms in one call: {', '.join(self.norms)}"] if self.norms else []
         return "\n".join([format_table(header, table, last, numbers=(3, 4)), *fused, *norms])
 
 
@@ -139,10 +139,11 @@ def patch(
             operator call: layers of the same type, width and presence of a bias. Names, parameters and state dicts stay
             as they are. The module's class is exchanged for a subclass of the same name whose forward makes the calls
             together; that is done only where the source of its forward shows that nothing happens to the input between
-            them. Where a gradient is wanted, or a layer has a hook, the layers are called one by one, as before.
+            them. It then computes its rotary embedding, if it is transformers' usual one, in one call as well. Where
+            a gradient is wanted, or a layer has a hook, the layers are called one by one, as before.
         fast_norms: let the RMS norms (modules of such a name, with a weight w or 1 + w, that compute the same on a
-            trial) call ``torch.rms_norm``: one operator in place of six to nine. Names and state dicts stay as they
-            are; the last bits of results may change.
+            trial) be one operator call (in fp32 and without gradients our own, else ``torch.rms_norm``) in place of six
+            to nine. Names and state dicts stay as they are; the last bits of results may change.
 
     Returns:
         A report of every linear layer: type before and after, or why it was left. The merged experts of a mixture, one

@@ -16,21 +16,24 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ktlinear
+from ktlinear import ops
 from ktlinear.nn import Linear, linear_group
 
 GROUP = torch.ops.kt._linear_packed_group.default
 
 
 class Recorder(TorchDispatchMode):
-    """Counts the calls of the operator for groups, by their number of weights."""
+    """Counts the calls of the operator for groups, by their number of weights, and of that for rotary embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
         self.groups: list[int] = []
+        self.rotaries = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is GROUP:
             self.groups.append(len(args[1]))
+        self.rotaries += func is torch.ops.kt._rotary.default
         return func(*args, **(kwargs or {}))
 
 
@@ -354,3 +357,78 @@ def test_transformers_models(architecture: str) -> None:
     assert torch.equal(model(ids).logits, other(ids).logits)
     tokens = [m.generate(ids[:1], max_new_tokens=4, do_sample=False) for m in (model, other)]
     assert torch.equal(*tokens)
+
+
+# Rotary embeddings
+
+
+def usual_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="it has the function")
+    return llama.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def interleaved_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    turned = [torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k)]
+    return tuple(x * cos.unsqueeze(1) + y * sin.unsqueeze(1) for x, y in zip((q, k), turned, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("b", "h", "g", "s", "d"), [(1, 9, 3, 1, 64), (2, 4, 1, 7, 6), (3, 1, 1, 0, 2), (1, 8, 2, 300, 128)]
+)
+@torch.inference_mode()
+def test_rotary_has_the_bits_of_pytorchs_operators(b: int, h: int, g: int, s: int, d: int) -> None:
+    q, k = torch.randn(b, s, h, d).transpose(1, 2), torch.randn(b, s, g, d).transpose(1, 2)
+    for cos, sin in (torch.randn(2, b, s, d), torch.randn(2, 1, s, d), torch.randn(2, b, s, 2 * d)[..., ::2]):
+        for x, y in ((q, k), (q.contiguous(), k), (torch.randn(b, h, d, s).transpose(2, 3), k)):
+            expected = usual_rotary(x, y, cos, sin)
+            for results in (ops.rotary(usual_rotary, x, y, cos, sin), torch.ops.kt._rotary(x, y, cos, sin)):
+                assert all(torch.equal(result, other) for result, other in zip(results, expected, strict=True))
+
+
+def test_rotary_of_other_kinds() -> None:
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
+    cos, sin = torch.randn(2, 2, 5, 8)
+
+    def equal(apply: Any, *arguments: torch.Tensor) -> bool:
+        results = zip(ops.rotary(apply, *arguments), apply(*arguments), strict=True)
+        return all(torch.equal(result, other) for result, other in results)
+
+    with torch.inference_mode():
+        assert equal(interleaved_rotary, q, k, cos, sin)
+        assert equal(usual_rotary, q.bfloat16(), k.bfloat16(), cos.bfloat16(), sin.bfloat16())
+        assert equal(usual_rotary, q.double(), k.double(), cos, sin)
+    gradients = torch.autograd.grad(ops.rotary(usual_rotary, q.requires_grad_(), k, cos, sin)[0].sum(), q)
+    assert gradients[0].norm() > 0
+
+
+@pytest.mark.parametrize(("argument", "shape"), [(0, (2, 3, 5, 7)), (1, (1, 1, 5, 8)), (2, (2, 4, 8)), (3, (3, 5, 8))])
+@torch.inference_mode()
+def test_rotary_errors(argument: int, shape: tuple[int, ...]) -> None:
+    arguments = [torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)]
+    name = ("query", "key", "cos", "sin")[argument]
+    for wrong, what in ((torch.randn(shape), "shape"), (arguments[argument].half(), "dtype float16; expected float32")):
+        with pytest.raises(RuntimeError, match=f"kt::rotary: {name} has {what}"):
+            torch.ops.kt._rotary(*arguments[:argument], wrong, *arguments[argument + 1 :])
+
+
+def test_rotary_opcheck() -> None:
+    x = torch.randn(2, 5, 3, 8).transpose(1, 2)
+    torch.library.opcheck(torch.ops.kt._rotary.default, (x, x[:, :1], torch.randn(1, 5, 8), torch.randn(2, 5, 8)))
+
+
+def test_a_decoder_calls_it() -> None:
+    transformers = pytest.importorskip("transformers", reason="it has the models")
+    for architecture in ("llama", "qwen3", "gemma3_text"):
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(architecture, **sizes, **heads)
+        ).eval()
+        ktlinear.patch(model, "Q8_0")
+        ids = torch.randint(50, (2, 7))
+        with torch.inference_mode():
+            expected = model(ids).logits
+            ktlinear.patch(model, fuse=True)
+            with Recorder() as recorder:
+                assert torch.equal(model(ids).logits, expected), architecture
+        assert recorder.rotaries == 2, architecture

@@ -1,4 +1,4 @@
-"""RMS norms by torch.rms_norm: which are taken, and that they compute the same as before."""
+"""RMS norms in one operator call: which are taken, and that they compute the same as before."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 import ktlinear
+from ktlinear import ops
+
+RMS_NORM = torch.ops.kt._rms_norm.default
 
 transformers = pytest.importorskip("transformers", reason="it has the models")
 
@@ -59,7 +62,7 @@ def test_models(architecture: str, count: int, dtype: torch.dtype) -> None:
     other = copy.deepcopy(model)
     ktlinear.patch(other, "Q8_0")
     report = ktlinear.patch(model, "Q8_0", fast_norms=True)
-    assert len(report.norms) == count and "by torch.rms_norm: model.layers.0." in str(report)
+    assert len(report.norms) == count and "norms in one call: model.layers.0." in str(report)
     assert list(model.state_dict()) == list(other.state_dict())
     norm, old = model.model.norm, other.model.norm
     assert type(norm) is not type(old) and isinstance(norm, type(old)) and repr(norm) == repr(old)
@@ -91,3 +94,57 @@ def test_an_input_of_another_dtype_is_computed_as_before() -> None:
     ktlinear.patch(model, "Q8_0", fast_norms=True)
     x = torch.randn(3, 64, dtype=torch.bfloat16)
     assert norm(x).dtype == old(x).dtype == torch.float32 and torch.equal(norm(x), old(x))
+
+
+def rms_norm64(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w.double()
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 17), (3, 1), (0, 5), (2, 3, 576), (700, 63), (2, 0)])
+@pytest.mark.parametrize("one_added", [False, True])
+@torch.inference_mode()
+def test_the_operator(shape: tuple[int, ...], one_added: bool) -> None:
+    generator = torch.Generator().manual_seed(len(shape))
+    wide = torch.randn(*shape[:-1], 2 * shape[-1], generator=generator)
+    weight = torch.randn(2 * shape[-1], generator=generator)
+    for x, w in (
+        (wide[..., : shape[-1]].contiguous(), weight[: shape[-1]]),
+        (wide[..., ::2], weight[::2]),
+        (wide[..., : shape[-1]], weight[: shape[-1]]),
+        (wide[..., : shape[-1]].flip(0) * 1e-4, weight[: shape[-1]]),
+    ):
+        y = ops.rms_norm(x, w, 1e-6, one_added)
+        assert y.shape == x.shape and y.is_contiguous()
+        torch.testing.assert_close(y.double(), rms_norm64(x, w + 1.0 if one_added else w, 1e-6), rtol=1e-5, atol=1e-6)
+
+
+def test_opcheck() -> None:
+    torch.library.opcheck(RMS_NORM, (torch.randn(2, 3, 17), torch.randn(17), 1e-6, 1.0))
+
+
+@torch.inference_mode()
+def test_errors() -> None:
+    x, w = torch.randn(2, 17), torch.randn(17)
+    with pytest.raises(RuntimeError, match=r"kt::rms_norm: input has dtype float64; expected float32"):
+        RMS_NORM(x.double(), w, 1e-6, 0.0)
+    with pytest.raises(RuntimeError, match=r"kt::rms_norm: weight has shape \[16\]; expected \[17\]"):
+        RMS_NORM(x, w[1:], 1e-6, 0.0)
+    with pytest.raises(RuntimeError, match=r"kt::rms_norm: input has no dimensions"):
+        RMS_NORM(x[0, 0], w, 1e-6, 0.0)
+
+
+def test_where_the_operator_does_not_know_what_to_do() -> None:
+    """Derivatives, casts, transforms and compiled code come from PyTorch's own operator."""
+    x, w = torch.randn(3, 17), torch.randn(17)
+    expected = torch.rms_norm(x, (17,), w, 1e-6)
+    y = ops.rms_norm(x.requires_grad_(), w, 1e-6)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert gradient.norm() > 0 and torch.equal(y, expected)
+    with torch.no_grad():
+        assert torch.equal(torch.func.vmap(lambda row: ops.rms_norm(row, w, 1e-6))(x), expected)
+        _, tangent = torch.func.jvp(lambda x: ops.rms_norm(x, w, 1e-6), (x.detach(),), (torch.ones(3, 17),))
+        assert tangent.norm() > 0
+        assert ops.rms_norm(x.half(), w.half(), 1e-6).dtype == torch.float16
+        compiled = torch.compile(lambda x: ops.rms_norm(x, w, 1e-6), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x), expected)

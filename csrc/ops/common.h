@@ -153,7 +153,7 @@ inline StableIValue result(Handle tensor) { return torch::stable::detail::from(t
 // The operators, boxed: they take their arguments from the stack and leave the result there.
 using Boxed = void(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 Boxed linear, linear_packed, linear_packed_group, linear_experts, linear_experts_packed, pack, pack_out, unpack,
-    quantize, dequantize, embedding, embedding_packed;
+    quantize, dequantize, embedding, embedding_packed, rms_norm, rotary;
 Boxed set_exact, isa, available_isas, use_isa, limit;
 
 }  // namespace ktlinear::ops

@@ -23,6 +23,8 @@ void register_kernels(StableLibrary& m) {
   m.impl("dequantize", &dequantize);
   m.impl("embedding", &embedding);
   m.impl("embedding_packed", &embedding_packed);
+  m.impl("_rms_norm", &rms_norm);
+  m.impl("_rotary", &rotary);
 }
 
 }  // namespace
@@ -57,6 +59,9 @@ STABLE_TORCH_LIBRARY(kt, m) {
   m.def(
       "embedding_packed(Tensor indices, Tensor weight, int num_embeddings, int embedding_dim, int weight_type, "
       "ScalarType dtype) -> Tensor");
+  // Without gradients: ktlinear/_norm.py and _fuse.py call them where none are wanted.
+  m.def("_rms_norm(Tensor input, Tensor weight, float eps, float added) -> Tensor");
+  m.def("_rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def("_set_exact(bool exact) -> bool");
   m.def("_isa() -> str");
   m.def("_available_isas() -> str");
