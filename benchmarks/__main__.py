@@ -1,5 +1,5 @@
 """Measures linears beside F.linear and the machine's limits, experts beside linears,
-or whole models beside other runtimes: in turn, in one process.
+whole models beside other runtimes, or the weight types' size, speed and perplexity: in turn, in one process.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("linears", "experts", "models"),
+        choices=("linears", "experts", "models", "types"),
         default="linears",
-        help=f"linears; the expert-routed product of {EXPERTS} experts, {TOP_K} a token; or SmolLM2 and Gemma 3, "
-        "prefill and decode (default: linears)",
+        help=f"linears; the expert-routed product of {EXPERTS} experts, {TOP_K} a token; SmolLM2 and Gemma 3, "
+        "prefill and decode; or each weight type's size, speed and perplexity in SmolLM2 (default: linears)",
     )
-    parser.add_argument("--types", type=types, help=f"weight types, or all (default: {','.join(TYPES)})")
+    parser.add_argument("--types", type=types, help=f"weight types, or all (default: {','.join(TYPES)}; of types, all)")
     parser.add_argument("--m", type=listed(positive), help="rows of the input, or tokens")
     parser.add_argument("--shapes", type=listed(shape), help="N x K of the weights, such as 4096x4096,1536x576")
     parser.add_argument("--isa", choices=ktlinear.available_isas(), help="tier (default: the one in use)")
@@ -77,14 +77,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
                 parser.error(f"--{option}: the models' own are measured")
         if args.plain:
             parser.error("--plain: models are measured packed")
-    args.types = args.types or [weight_type(name) for name in TYPES]
+    if args.what == "types":
+        for option in ("m", "shapes", "plain", "picture"):
+            if getattr(args, option):
+                parser.error(f"--{option}: types are measured in one whole model, packed, and have no picture")
+    args.types = args.types or (list(FORMATS) if args.what == "types" else [weight_type(name) for name in TYPES])
     if args.what == "experts":
         if args.picture:
             parser.error("--picture: the roofline is one of linears")
         args.m, args.shapes = args.m or EXPERTS_MS, args.shapes or EXPERTS_SHAPES
     args.m = sorted(set(args.m or ([1, 16, 512] if args.quick else MS)))
     args.shapes = args.shapes or ([SHAPES[0], SHAPES[-1]] if args.quick else SHAPES)
-    for t in args.types if args.what != "models" else ():
+    for t in args.types if args.what not in ("models", "types") else ():
         if not any(fits(t, s) for s in args.shapes):
             parser.error(f"--types {t.name}: K has to be a multiple of {FORMATS[t].block} in one of the shapes")
     return args
@@ -105,6 +109,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
         results["models"] = models.run(torch.get_num_threads(), args.quick, results["notes"])
         weights = "one GGUF file for all runtimes"
+    elif args.what == "types":
+        from . import types as weight_types  # needs transformers
+
+        results["types"] = weight_types.run(args.types, args.quick, results["notes"])
+        weights = "SmolLM2-135M Q4_1, dequantized; speeds of a random model of its size"
     else:
         run_matrices(args, results)
         weights = f"{args.memory} MiB of copies, each call on the next one"

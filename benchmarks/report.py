@@ -155,6 +155,23 @@ def models_text(cells: list[Cell]) -> str:
     return "\n\n".join(blocks)
 
 
+def types_block(results: dict[str, Any]) -> str:
+    """A row per weight type: size, speed, and perplexity with its divergence from the baseline."""
+
+    def cells_of(c: Cell) -> list[str]:
+        qualities = [
+            text
+            for found in (c["plain"], c["importance"])
+            for text in ((f"{found['perplexity']:.2f}", f"{found['divergence']:.4f}") if found else ("-", "-"))
+        ]
+        rates = [f"{c[key]['median']:.0f}" for key in ("prefill", "decode")]
+        return [f"{c['bits']:.2f}", f"{c['bits_in_memory']:.2f}", f"{c['megabytes']:.1f}", *rates, *qualities]
+
+    columns = ["bits", "in memory", "MB", "prefill/s", "decode/s", "perplexity", "KL", "with imatrix", "KL "]
+    rows = [(c["type"], cells_of(c)) for c in results["cells"]]
+    return f"Weight types; the baseline's perplexity is {results['baseline']:.2f}\n{table(columns, rows)}"
+
+
 def text(results: dict[str, Any]) -> str:
     """Return the whole report."""
     machine = results["machine"]
@@ -179,5 +196,7 @@ def text(results: dict[str, Any]) -> str:
         parts.append("A call, 64 x 64, M = 1\n" + calls_block(results["calls"]))
     if "models" in results:
         parts.append(models_text(results["models"]))
+    if "types" in results:
+        parts.append(types_block(results["types"]))
     parts += results["notes"]
     return "\n\n".join(parts)

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import small_llama
 
+import ktlinear
 from benchmarks import models, picture, report
+from benchmarks import types as weight_types
 from benchmarks.__main__ import arguments, run
 from ktlinear.bench import cases, cli
 from ktlinear.bench.timing import in_turn, ratio, spread
@@ -218,3 +221,28 @@ def test_bench_of_own_shapes(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             cli.bench(parser, parser.parse_args(argv.split()))
         assert message in capsys.readouterr().err
+
+
+def test_types_in_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_llama(hidden_size=256, intermediate_size=512, num_key_value_heads=4, tie_word_embeddings=True).eval()
+    ids = torch.randint(97, (1, 40))
+    monkeypatch.setattr(weight_types, "load", lambda: (model, ids, [torch.randint(97, (1, 64))]))
+    monkeypatch.setattr(models.demo, "PREFILL", 20)
+    monkeypatch.setattr(models.demo, "DECODE", 4)
+    results = run(arguments("types --quick --types F32,Q4_K,IQ2_XXS".split()))
+    baseline, cells = results["types"]["baseline"], {c["type"]: c for c in results["types"]["cells"]}
+    assert list(cells) == ["F32", "Q4_K", "IQ2_XXS"]
+    assert cells["F32"]["plain"] == {"perplexity": pytest.approx(baseline), "divergence": pytest.approx(0, abs=1e-6)}
+    assert (cells["F32"]["bits"], cells["Q4_K"]["bits"], cells["IQ2_XXS"]["bits"]) == (32, 4.5, 2.0625)
+    assert cells["IQ2_XXS"]["plain"] is cells["F32"]["importance"] is None
+    layers = 2 * (4 * 256 * 256 + 3 * 256 * 512)
+    assert cells["F32"]["megabytes"] == pytest.approx(4e-6 * layers)
+    assert all(c[key]["median"] > 0 for c in cells.values() for key in ("prefill", "decode"))
+    assert "IQ2_XXS" in report.text(results)
+
+    # K is a multiple of 256 here: the same as what patch makes, computed exactly.
+    with torch.inference_mode(), ktlinear.exact():
+        assert torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).exp() == pytest.approx(baseline)
+        ktlinear.patch(model, rules={"*.layers.*": "Q4_K", "*": None})
+        loss = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])
+    assert cells["Q4_K"]["plain"]["perplexity"] == pytest.approx(loss.exp().item(), rel=1e-3)
