@@ -76,6 +76,12 @@ def test_first_lines_of_use() -> None:
     assert isinstance(names["layer"], ktlinear.nn.Linear)
 
 
+def test_readme(with_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page(ROOT / "README.md")
+    assert "Paris" in capsys.readouterr().out
+    assert isinstance(names["model"].model.layers[0].mlp.up_proj, ktlinear.nn.Linear)
+
+
 def test_guide_to_patch(folder: Path) -> None:
     names = run_page(ROOT / "docs" / "guides" / "patch.md")
     # All was undone but the head, which was left.
