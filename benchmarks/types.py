@@ -1,8 +1,9 @@
 """Each weight type's size, speed in a whole model, and what it costs in perplexity.
 
-The file at hand is SmolLM2-135M in Q4_1; its dequantized fp32 model is the baseline, so the perplexities are those of
-rounding a second time. Its K, 576, is no multiple of 256: `patch` would take other types for most of its matrices, and
-the table would be one of those. So
+The file at hand is SmolLM2-135M in Q4_1. Its dequantized weights lie on a grid that some types have as well (Q5_1 with
+an importance loses nothing) and others just miss. So noise as large as what Q4_1 has rounded away is added to them, and
+the baseline is that fp32 model. Its K, 576, is no multiple of 256: `patch` would take other types for most of its
+matrices, and the table would be one of those. So
 
 - quality: each matrix of the layers is quantized as if it were one row after another without a break, in blocks of 256
   that may span two rows, and computed in fp32. The token table, which is also the head, stays.
@@ -44,7 +45,19 @@ def load() -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     other = (root / "README.md").read_text() + (root / "CONTRIBUTING.md").read_text()
     tokens = tokenizer(other, return_tensors="pt").input_ids[:, :CALIBRATION]
-    return demo.load_transformers(file), tokenizer(demo.TEXT, return_tensors="pt").input_ids, list(tokens.split(512, 1))
+    model = demo.load_transformers(file)
+    leave_grid(model)
+    return model, tokenizer(demo.TEXT, return_tensors="pt").input_ids, list(tokens.split(512, 1))
+
+
+@torch.no_grad()
+def leave_grid(model: nn.Module) -> None:
+    """Add to the layers' weights noise, uniform over a step of Q4_1: (maximum - minimum) / 15 of 32 in a row."""
+    generator = torch.Generator().manual_seed(0)
+    for layer in layers_of(model).values():
+        blocks = layer.weight.view(-1, 32)
+        step = (blocks.amax(1, keepdim=True) - blocks.amin(1, keepdim=True)) / 15
+        blocks += (torch.rand(blocks.shape, generator=generator) - 0.5) * step
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Linear]:
@@ -165,7 +178,7 @@ def run(types: list[WeightType], quick: bool, notes: list[str]) -> dict[str, Any
     fast = speed(model.config, types, 1 if quick else 3)
     good = quality(model, ids, batches, types)
     notes.append(
-        f"Perplexity and KL divergence from the fp32 model: {ids.shape[1]} tokens of examples/lighthouse.txt; "
+        f"Perplexity and KL divergence from the fp32 model: {ids.shape[1]} tokens of examples/lighthouse.txt, "
         f"importances from {sum(batch.shape[1] for batch in batches)} tokens of another text."
     )
     cells = []

@@ -246,3 +246,16 @@ def test_types_in_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ktlinear.patch(model, rules={"*.layers.*": "Q4_K", "*": None})
         loss = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])
     assert cells["Q4_K"]["plain"]["perplexity"] == pytest.approx(loss.exp().item(), rel=1e-3)
+
+
+def test_noise_stays_within_a_step_of_q4_1() -> None:
+    model = small_llama()
+    before = {name: layer.weight.detach().clone() for name, layer in weight_types.layers_of(model).items()}
+    head = model.lm_head.weight.detach().clone()
+    weight_types.leave_grid(model)
+    for name, layer in weight_types.layers_of(model).items():
+        blocks = before[name].view(-1, 32)
+        half = (blocks.max(1).values - blocks.min(1).values)[:, None] / 30
+        noise = (layer.weight.detach().view(-1, 32) - blocks) / half
+        assert noise.abs().max() <= 1.001 and noise.std() == pytest.approx(3**-0.5, rel=0.05)
+    assert torch.equal(model.lm_head.weight, head)
