@@ -9,7 +9,7 @@ export KTLINEAR_ISA KTLINEAR_WERROR
 
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 
-.PHONY: test test-models demo docs lint bench bench-models sanitize test-arm build clean
+.PHONY: test test-models demo docs lint bench bench-models sanitize test-arm count-arm build clean
 
 test: build
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -56,6 +56,10 @@ $(VENV)/.stamp-docs: requirements-docs.txt $(VENV)/.stamp-packages
 # (apt-get) where they are missing, and that Python in build/arm.
 test-arm: $(VENV)/.stamp-packages
 	$(BIN)/python scripts/test_arm.py
+
+# Instructions per multiplication of the Arm kernels, in docs/arm.md.
+count-arm: $(VENV)/.stamp-packages
+	$(BIN)/python scripts/count_arm.py
 
 BUILD_STAMP := $(VENV)/.stamp-build-$(KTLINEAR_ISA)-werror-$(KTLINEAR_WERROR)
 
