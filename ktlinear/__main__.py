@@ -72,8 +72,12 @@ def stop(number: int, frame: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m ktlinear", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(
+        prog="python -m ktlinear",
+        description="Linear layers on the CPU for quantized weights.",
+        epilog="COMMAND --help tells the options of a command.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("info", help="print versions, tiers, CPU features and threads")
     command = commands.add_parser(
         "quantize",
@@ -85,7 +89,9 @@ def main() -> None:
     command.add_argument("source", metavar="IN", help="a safetensors file, or a folder of the Hugging Face layout")
     command.add_argument("target", metavar="OUT", help="a file or folder that does not exist yet")
     command.add_argument(
-        "--type", default="Q4_K", help="of the linear layers (default: %(default)s, mixed as llama.cpp's Q4_K_M)"
+        "--type",
+        default="Q4_K",
+        help="weight type of the linear layers (default: %(default)s, mixed as llama.cpp's Q4_K_M)",
     )
     command.add_argument(
         "--rule",
@@ -97,7 +103,12 @@ def main() -> None:
         "rule that matches decides, and '*=Q4_K' puts everything in one type",
     )
     command.add_argument("--imatrix", metavar="FILE", help="an importance matrix of llama.cpp, GGUF or imatrix.dat")
-    benchmark = commands.add_parser("bench", help="measure linears of your shapes beside F.linear and the limits")
+    benchmark = commands.add_parser(
+        "bench",
+        help="measure linears of your shapes beside F.linear and the limits",
+        description="Measure y = x W^T of your shapes, with weights that come from memory, beside F.linear in fp32 and "
+        "bf16 and beside the peak and the memory bandwidth of this machine.",
+    )
     cli.add_arguments(benchmark)
     arguments = parser.parse_args()
     if arguments.command == "info":

@@ -54,12 +54,36 @@ def table(columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--m", type=listed(positive), default=[1, 16, 512], help="rows of the input (1,16,512)")
-    parser.add_argument("--n", type=positive, default=4096, help="out_features (default: %(default)s)")
-    parser.add_argument("--k", type=positive, default=4096, help="in_features (default: %(default)s)")
-    parser.add_argument("--types", type=types, default=[WeightType.Q4_K], help="weight types, or all (default: Q4_K)")
-    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="(default: %(default)s)")
-    parser.add_argument("--memory", type=positive, default=256, metavar="MIB", help="copies of a weight (%(default)s)")
+    parser.add_argument(
+        "--m",
+        type=listed(positive),
+        default=[1, 16, 512],
+        metavar="M,...",
+        help="rows of the input (default: 1,16,512)",
+    )
+    parser.add_argument("--n", type=positive, default=4096, metavar="N", help="out_features (default: %(default)s)")
+    parser.add_argument("--k", type=positive, default=4096, metavar="K", help="in_features (default: %(default)s)")
+    parser.add_argument(
+        "--types",
+        type=types,
+        default=[WeightType.Q4_K],
+        metavar="TYPE,...",
+        help="weight types, or all (default: Q4_K)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        default=torch.get_num_threads(),
+        metavar="T",
+        help="default: PyTorch's, here %(default)s",
+    )
+    parser.add_argument(
+        "--memory",
+        type=positive,
+        default=256,
+        metavar="MIB",
+        help="MiB of copies of a weight, so that none is cached (default: %(default)s)",
+    )
 
 
 @torch.inference_mode()
