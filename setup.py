@@ -16,6 +16,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).resolve().parent
@@ -111,6 +112,13 @@ class BuildTiers(BuildExtension):
             (folder / "_build_info.py").write_text(text)
 
 
+class AnyPython(bdist_wheel):
+    """One wheel for every Python 3: the library calls PyTorch's stable ABI and nothing of Python's."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
 def escape(path: str) -> str:
     """A path as ninja reads it."""
     return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
@@ -119,6 +127,5 @@ def escape(path: str) -> str:
 os.chdir(ROOT)
 setup(
     ext_modules=[CppExtension("ktlinear._C", list(source_flags()), py_limited_api=True, depends=[])],
-    cmdclass={"build_ext": BuildTiers},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    cmdclass={"build_ext": BuildTiers, "bdist_wheel": AnyPython},
 )

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -195,3 +197,17 @@ def test_import_does_not_need_numpy() -> None:
     result = run(sys.executable, "-c", code, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() in ktlinear.available_isas()
+
+
+def test_the_source_distribution_is_the_repository() -> None:
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        pytest.skip("not a git checkout: nothing says which files there are")
+    tracked = set(run("git", "ls-files", cwd=ROOT).stdout.split())
+    script = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(sys.executable, "-c", script, folder, cwd=ROOT)
+        assert result.returncode == 0, result.stderr
+        with tarfile.open(next(Path(folder).iterdir())) as archive:
+            members = {"/".join(Path(name).parts[1:]) for name in archive.getnames()}
+    assert {name for name in tracked - members if not name.startswith((".ci/", ".github/", ".gitignore"))} == set()
+    assert not {name for name in members if name.endswith((".so", ".o", "_build_info.py"))}
