@@ -1,5 +1,5 @@
-# make test | test-models | test-arm | demo | docs | lint | bench | bench-models | sanitize | wheel: all from a fresh
-# checkout, set-up too.
+# make test | test-models | test-arm | test-oldx86 | demo | docs | lint | bench | bench-models | sanitize |
+# wheel: all from a fresh checkout, set-up too.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ export KTLINEAR_ISA KTLINEAR_WERROR
 
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 
-.PHONY: test test-models demo docs lint bench bench-models sanitize test-arm count-arm wheel build clean
+.PHONY: test test-models demo docs lint bench bench-models sanitize test-arm test-oldx86 count-arm wheel build clean
 
 test: build
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -61,6 +61,10 @@ test-arm: $(VENV)/.stamp-packages
 # Instructions per multiplication of the Arm kernels, in docs/arm.md.
 count-arm: $(VENV)/.stamp-packages
 	$(BIN)/python scripts/count_arm.py
+
+# Tiers of older x86 CPUs on emulated ones, and a build of one tier where it cannot run.
+test-oldx86: build
+	$(BIN)/python scripts/test_oldx86.py
 
 # A source distribution, a wheel built from it, and the wheel's check in a fresh environment.
 wheel: $(VENV)/.stamp-packages
