@@ -2,8 +2,8 @@
 
 A part of the pytest suite runs from the one build that holds every tier on emulated CPUs, whose missing instructions
 fault as on real ones: that the tiers they get hold none of these is what is proven. (AVX-512 and AVX-VNNI have no
-emulation here; disassembly in tests/test_build.py stands for those.) Then a build of one tier alone has to give each CPU
-that lacks it the ImportError that says so, and to load on the one that has it.
+emulation here; disassembly in tests/test_build.py stands for those.) Then a build of one tier alone has to give each
+CPU that lacks it the ImportError that says so, and to load on the one that has it.
 
 The emulator passes this machine's /proc/cpuinfo on, so KTLINEAR_CPU_FEATURES says what each CPU has.
 It is installed with apt-get if it is missing (as root).
